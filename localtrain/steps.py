@@ -1,0 +1,118 @@
+"""The train step and the eval step: pure functions from (state, batch) to (state, metrics).
+
+State is a dict: params, opt, step (int32, updates applied so far). Two properties matter more than
+the arithmetic:
+
+- The loss is a sum over trained tokens divided by their count in the WHOLE batch, fixed before the
+  first micro-batch. Accumulation, padding, packing and device counts cannot change it.
+- An update that is not finite is not applied, and neither is anything after it: the step number that
+  belongs to the batch must equal the state's own, which a refused update leaves behind. So the loop
+  may run ahead of the device and still stop with the last good state in its hands.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from localtrain import optim
+from localtrain.losses import Head, weighted_nll_sum
+from localtrain.nn.decoder import Context, Network
+
+if TYPE_CHECKING:
+    from localtrain.config import RunConfig
+
+Tree = Any
+Batch = dict[str, jax.Array]  # tokens, labels, positions, segments int32 [B, T]; weights float [B, T]
+
+
+def init_state(network: Network, run: RunConfig, seed: jax.Array) -> Tree:
+    """A fresh state from an integer seed; call it under jit so that parameters are born sharded."""
+    params = network.init(jax.random.key(seed))
+    return {
+        "params": params,
+        "opt": optim.init(run.optim, params),
+        "step": jnp.zeros((), jnp.int32),
+    }
+
+
+def batch_loss(network: Network, run: RunConfig, params: Tree, batch: Batch):
+    """(objective, nll): sums over the trained tokens of one micro-batch, float32 scalars."""
+    context = Context(batch["tokens"], batch["positions"], batch["segments"])
+    h_BTD = network.hidden(params, context, remat=run.train.remat)
+    w, layout = network.head(params)
+    head = Head(layout, network.softcap, run.train.z_loss)
+    return weighted_nll_sum(head, w, h_BTD, batch["labels"], batch["weights"])
+
+
+def loss_and_grads(network: Network, run: RunConfig, params: Tree, batch: Batch):
+    """(mean loss over trained tokens, gradients of the objective, trained tokens) of a whole batch.
+
+    Gradients are float32 and accumulate over micro-batches of `train.micro_batch` rows.
+    """
+    trained = jnp.sum(batch["weights"])
+    per_token = 1 / jnp.maximum(trained, 1)
+
+    def micro(piece: Batch):
+        def objective(params):
+            total, nll = batch_loss(network, run, params, piece)
+            return total * per_token, nll * per_token
+
+        (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        return loss, grads
+
+    rows = batch["tokens"].shape[0]
+    pieces = rows // (run.train.micro_batch or rows)
+    if pieces == 1:
+        loss, grads = micro(batch)
+        return loss, grads, trained
+
+    def accumulate(carry, piece):
+        loss, grads = micro(piece)
+        return jax.tree.map(jnp.add, carry, (loss, grads)), None
+
+    # Micro-batch k takes rows k, k + pieces, ...: with rows sharded in order, each device keeps its own.
+    split = jax.tree.map(
+        lambda x: x.reshape(rows // pieces, pieces, *x.shape[1:]).swapaxes(0, 1), batch
+    )
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    (loss, grads), _ = lax.scan(accumulate, (jnp.zeros((), jnp.float32), zeros), split)
+    return loss, grads, trained
+
+
+def train_step(
+    network: Network, run: RunConfig, state: Tree, batch: Batch, step: jax.Array
+) -> tuple[Tree, dict[str, jax.Array]]:
+    """One optimizer update. `step` is the number (from 0) of the update this batch belongs to."""
+    params = state["params"]
+    loss, grads, trained = loss_and_grads(network, run, params, batch)
+    norm = optim.global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    scale = optim.clip_factor(run.optim, norm)
+    grads = jax.tree.map(lambda g: g * scale, grads)
+    lr = optim.learning_rate(run.optim, run.train.steps, step)
+    new, opt = optim.update(run.optim, network.decay, step, lr, params, state["opt"], grads)
+    apply = finite & (state["step"] == step)
+    candidate = {"params": new, "opt": opt, "step": step + 1}
+    state = jax.tree.map(lambda a, b: jnp.where(apply, a, b), candidate, state)
+    metrics = {
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": lr,
+        "trained_tokens": trained,
+        "applied": apply,
+    }
+    return state, metrics
+
+
+def eval_step(network: Network, run: RunConfig, params: Tree, batch: Batch) -> jax.Array:
+    """[sum of nll, trained tokens] of one batch, float32."""
+    context = Context(batch["tokens"], batch["positions"], batch["segments"])
+    h_BTD = network.hidden(params, context)
+    w, layout = network.head(params)
+    head = Head(layout, network.softcap)
+    _, nll = weighted_nll_sum(head, w, h_BTD, batch["labels"], batch["weights"])
+    return jnp.stack([nll, jnp.sum(batch["weights"])])
