@@ -1,0 +1,1 @@
+"""Run files (`*.yaml`) and model presets (`models/*.json`) that come with localtrain."""
