@@ -1,0 +1,335 @@
+"""Checkpoints: written in the background, believed only when complete, checked before use.
+
+A save copies the arrays to host memory (the only part that blocks), then a thread lets Orbax
+write them into `tmp-<step>-<token>/`, adds `meta.json`, records size and crc32c of every file in
+`commit.json`, and renames the folder to `<step>/`. That rename is the commit: a kill at any moment
+leaves either the whole checkpoint or a tmp folder that the next writer sweeps away.
+
+Arrays are written from host memory, so no device name is stored: a checkpoint opens on any
+platform, and onto whatever shardings the template carries. Nothing here reads a pickle.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from localtrain import arrays, commit
+from localtrain.errors import ConfigError, DataError, StorageError
+
+log = logging.getLogger(__name__)
+
+META = "meta.json"
+_TMP = re.compile(r"tmp-\d+-[0-9a-f]{16}")
+_RETRY_AFTER_S = 1.0
+
+
+class Checkpoints:
+    """The checkpoints of one run: a folder with one sub-folder per step.
+
+    One writer at a time (the lock of the run directory sees to it); any number of readers.
+    `token` marks this writer's files: 16 hex digits, made up when not given.
+    """
+
+    def __init__(self, folder: str | os.PathLike, keep: int = 3, token: str | None = None):
+        if "://" in str(folder):
+            raise ConfigError(f"Checkpoints at a URL are not supported yet: {folder}.")
+        self.folder = Path(folder)
+        self.keep = keep
+        self.token = token or secrets.token_hex(8)
+        self._thread: threading.Thread | None = None
+        self._failure: StorageError | None = None
+        self._damaged: set[int] = set()
+        self._swept = False
+
+    # ---- writing
+
+    def save(self, step: int, state: Any, meta: dict[str, Any], block: bool = False) -> float:
+        """Save in the background; returns the seconds the caller was blocked.
+
+        state: pytree (nested dict) of arrays, which may be donated as soon as this returns.
+        meta: JSON values; `step`, library versions and the list of arrays are added.
+        Saving a step that is already there does nothing. Raises StorageError if the save before
+        this one failed.
+        """
+        began = time.monotonic()
+        self.wait()
+        if step in self.steps() and step not in self._damaged:
+            return time.monotonic() - began
+        leaves = arrays.to_host(state)
+        facts = {**meta, "step": step, "versions": versions(), "arrays": arrays.describe(leaves)}
+        encoded = commit.encode_json(facts)
+        self._thread = threading.Thread(
+            target=self._save_with_retry, args=(step, leaves, encoded), name=f"save-{step}"
+        )
+        self._thread.start()
+        if block:
+            self.wait()
+        return time.monotonic() - began
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the save in progress; False if it is still running after `timeout` seconds.
+
+        Raises StorageError if it failed.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        self.check()
+        return True
+
+    def check(self) -> None:
+        """Raise the StorageError of a background save that failed; cheap, call it every step."""
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def busy(self) -> bool:
+        """A save is in progress."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Wait for the save in progress. Call it before the process ends."""
+        self.wait()
+
+    def _save_with_retry(self, step: int, leaves: dict[str, np.ndarray], meta: bytes) -> None:
+        for attempt in (1, 2):
+            tmp = self.folder / f"tmp-{step}-{self.token}"
+            try:
+                self._write(tmp, step, leaves, meta)
+                return
+            except Exception as error:  # whatever it was, training must hear of it
+                shutil.rmtree(tmp, ignore_errors=True)
+                if attempt == 1:
+                    log.warning("saving step %d failed, trying once more: %s", step, _first(error))
+                    time.sleep(_RETRY_AFTER_S)
+                    continue
+                self._failure = _storage_error(error, step, self.folder, self._committed_now())
+
+    def _write(self, tmp: Path, step: int, leaves: dict[str, np.ndarray], meta: bytes) -> None:
+        self._sweep()
+        tmp.mkdir(parents=True)
+        need, free = sum(leaf.nbytes for leaf in leaves.values()), shutil.disk_usage(tmp).free
+        if need > free:  # fail before the disk is full: logs and metrics still want to be written
+            raise OSError(errno.ENOSPC, f"No space left on device: {need} bytes for {free} free")
+        arrays.write(tmp, leaves)
+        commit.write_durably(tmp / META, meta)
+        commit.write_commit(tmp, {"step": step, "token": self.token})
+        final = self.folder / str(step)
+        if os.path.lexists(final):  # damaged or foreign: keep it for its owner, out of the way
+            aside = self.folder / f"damaged-{step}-{self.token}-{secrets.token_hex(2)}"
+            final.rename(aside)
+            log.warning("%s was not a usable checkpoint; it is now %s", final, aside.name)
+        tmp.rename(final)
+        commit.sync_folder(self.folder)
+        self._damaged.discard(step)
+        self._prune(step)
+
+    def _prune(self, just_saved: int) -> None:
+        """Delete all but the newest `keep`; only now, when a newer one is committed."""
+        steps = [step for step in self.steps() if step not in self._damaged]
+        for step in steps[: -self.keep] if self.keep > 0 else []:
+            if step == just_saved:
+                continue
+            trash = self.folder / f"tmp-{step}-{secrets.token_hex(8)}"
+            try:
+                (self.folder / str(step)).rename(trash)  # a half deleted one is never seen
+                shutil.rmtree(trash)
+            except OSError as error:
+                log.warning("the old checkpoint of step %d was not deleted: %s", step, error)
+
+    def _sweep(self) -> None:
+        """Remove tmp folders of dead writers, once, before the first write."""
+        if self._swept or not self.folder.is_dir():
+            return
+        for entry in os.scandir(self.folder):
+            if _TMP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                log.info("removing %s, left by a save that was interrupted", entry.path)
+                shutil.rmtree(entry.path, ignore_errors=True)
+        self._swept = True
+
+    # ---- reading
+
+    def steps(self) -> list[int]:
+        """Committed steps in rising order: an intact commit.json and every listed file there."""
+        found = []
+        for step in self._numbered():
+            try:
+                commit.read_commit(self.folder / str(step))
+            except DataError:
+                continue
+            found.append(step)
+        return found
+
+    def latest(self) -> int | None:
+        """The newest committed step; None when there is no checkpoint at all.
+
+        Raises DataError when there are checkpoints but not one can be believed: starting over
+        without a word would be the worst answer.
+        """
+        steps = self.steps()
+        if steps:
+            return steps[-1]
+        problems = []
+        for step in self._numbered():
+            folder = self.folder / str(step)
+            try:
+                commit.read_commit(folder)
+            except DataError as error:
+                if any(folder.iterdir()):
+                    problems.append(str(error))
+        if problems:
+            raise _all_damaged(self.folder, problems)
+        return None
+
+    def read_meta(self, step: int | None = None, strict: bool = False) -> tuple[int, dict]:
+        """(step, meta) of the newest checkpoint that is intact, or of `step`; all files checked.
+
+        Raises DataError as `restore` does.
+        """
+        if step is not None:
+            return step, self._checked_meta(step)
+        problems = []
+        for candidate in reversed(self._numbered()):
+            try:
+                meta = self._checked_meta(candidate)
+            except DataError as error:
+                if strict and not isinstance(error, commit.Uncommitted):
+                    raise
+                problems.append(str(error))
+                self._damaged.add(candidate)
+                continue
+            if problems:
+                log.warning("%s Falling back to step %d.", " ".join(problems), candidate)
+            return candidate, meta
+        if problems:
+            raise _all_damaged(self.folder, problems)
+        raise DataError(f"There is no checkpoint in {self.folder}.")
+
+    def restore(
+        self,
+        step: int | None,
+        template: Any,
+        strict: bool = False,
+        partial: bool = False,
+        cast: bool = False,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Read the state of `step` (None: the newest) onto `template`; returns (state, meta).
+
+        template: pytree of jax.ShapeDtypeStruct or arrays; a sharding on a leaf is used, else
+        the default device. Size and crc32c of every file are checked first. A damaged newest
+        checkpoint is named in a warning and the one before is used; with `strict`, or a given
+        step, it is a DataError. Other arrays than the template's are a DataError that names
+        them, but `partial` reads a part of the checkpoint and `cast` converts dtypes.
+        """
+        step, meta = self.read_meta(step, strict)
+        folder = self.folder / str(step)
+        arrays.compare(meta["arrays"], template, folder, partial=partial, cast=cast)
+        return arrays.read(folder, meta["arrays"], template), meta
+
+    def _checked_meta(self, step: int) -> dict[str, Any]:
+        folder = self.folder / str(step)
+        if not folder.is_dir():
+            have = ", ".join(map(str, self.steps())) or "none"
+            raise DataError(f"There is no checkpoint of step {step} in {self.folder}: {have}.")
+        record = commit.read_commit(folder)
+        commit.verify(folder, record)
+        if record.get("step") != step:
+            raise commit.Damaged(f"{folder} holds step {record.get('step')}: it was renamed.")
+        return json.loads((folder / META).read_bytes())
+
+    def _numbered(self) -> list[int]:
+        """Steps with a folder of that name, committed or not, in rising order."""
+        try:
+            names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d*", name))
+
+    def _committed_now(self) -> list[int]:
+        try:
+            return self.steps()
+        except OSError:
+            return []
+
+
+def find_checkpoint(path: str | os.PathLike) -> tuple[Checkpoints, int | None]:
+    """Understand a run directory, its `checkpoints` folder, or the folder of one step.
+
+    Returns the checkpoints and the step that was meant (None: the newest). Raises DataError.
+    """
+    folder = Path(path)
+    if (folder / commit.COMMIT).is_file() and folder.name.isdigit():
+        return Checkpoints(folder.parent), int(folder.name)
+    for candidate in (folder / "checkpoints", folder):
+        found = Checkpoints(candidate)
+        if found._numbered():
+            return found, None
+    raise DataError(f"{folder} holds no checkpoint: give a run directory or a checkpoint folder.")
+
+
+def restore_params(
+    path: str | os.PathLike, template: Any, step: int | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Read only `params` of a run's newest checkpoint (or of `step`), cast to the template.
+
+    template: the tree of parameters. Returns (params, meta). Raises DataError as `restore`.
+    """
+    found, named = find_checkpoint(path)
+    want = {"params": template}
+    state, meta = found.restore(named if step is None else step, want, partial=True, cast=True)
+    return state["params"], meta
+
+
+def versions() -> dict[str, str]:
+    """Versions of what wrote a checkpoint, for the reader's eyes only."""
+    import importlib.metadata as packages
+    import platform
+
+    found = {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__}
+    for name in ("localtrain", "jaxlib", "flax", "orbax-checkpoint"):
+        try:
+            found[name] = packages.version(name)
+        except packages.PackageNotFoundError:
+            continue
+    return found
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _all_damaged(folder: Path, problems: list[str]) -> DataError:
+    return DataError(
+        f"No checkpoint in {folder} can be used. {' '.join(problems)} "
+        f"Restore the files from a copy, or start over in another directory (--out)."
+    )
+
+
+def _storage_error(
+    error: BaseException, step: int, folder: Path, committed: list[int]
+) -> StorageError:
+    text = str(error)
+    full = getattr(error, "errno", None) in (errno.ENOSPC, getattr(errno, "EDQUOT", -1))
+    full = full or "No space left on device" in text or "quota exceeded" in text.lower()
+    what = "the disk is full" if full else f"{type(error).__name__}: {_first(error)}"
+    left = f"the checkpoints of steps {committed} are intact" if committed else "none was saved yet"
+    todo = "Free some space or lower checkpoint.keep" if full else "Repair the storage"
+    return StorageError(
+        f"Saving step {step} to {folder} failed twice: {what}; {left}. {todo}, then start the "
+        f"same command again to go on."
+    )

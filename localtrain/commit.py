@@ -1,0 +1,159 @@
+"""The commit record of a folder: what makes a checkpoint believable.
+
+Orbax and tensorstore verify nothing on their own: a flipped bit comes back as a weight. So the
+writer lists every file of the finished folder with its size and crc32c in `commit.json`, and only
+then gives the folder its final name. A reader believes a folder only when that record is intact
+(it carries its own checksum, and must be byte for byte what we would write) and every listed file
+matches it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import google_crc32c
+
+from localtrain.errors import DataError
+
+COMMIT = "commit.json"
+FORMAT = 1
+_CHUNK = 4 << 20
+
+
+class Damaged(DataError):
+    """A file of a checkpoint is missing, short, long or has flipped bits."""
+
+
+class Uncommitted(DataError):
+    """The folder has no commit record: whoever wrote it never finished."""
+
+
+def encode_json(value: Any) -> bytes:
+    """The one spelling of a JSON value that we write (sorted keys, so it can be compared)."""
+    return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True).encode() + b"\n"
+
+
+def write_durably(path: str | os.PathLike, data: bytes) -> None:
+    """Write a new file and push it to the disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: str | os.PathLike) -> None:
+    """Push a folder's entries to the disk, where the platform can (Windows cannot)."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: str | os.PathLike, sync: bool = False) -> tuple[int, int]:
+    """(size in bytes, crc32c) of a file; with `sync` it is also pushed to the disk."""
+    size, crc = 0, 0
+    with open(path, "r+b" if sync else "rb") as file:
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            crc = google_crc32c.extend(crc, chunk)
+        if sync:
+            os.fsync(file.fileno())
+    return size, crc
+
+
+def write_commit(folder: str | os.PathLike, facts: dict[str, Any]) -> None:
+    """Record every file under `folder` in its commit.json, everything pushed to the disk."""
+    folder = Path(folder)
+    files = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            size, crc = checksum(path, sync=True)
+            files[path.relative_to(folder).as_posix()] = {"size": size, "crc32c": crc}
+        sync_folder(parent)
+    record = {**facts, "format": FORMAT, "files": files}
+    record["checksum"] = _own_checksum(record)
+    write_durably(folder / COMMIT, encode_json(record))
+    sync_folder(folder)
+
+
+def read_commit(folder: str | os.PathLike) -> dict[str, Any]:
+    """The record of a committed folder whose files all exist with the recorded size.
+
+    Raises Uncommitted without a commit.json, Damaged naming the file otherwise. Contents are
+    not read: `verify` does that.
+    """
+    folder = Path(folder)
+    path = folder / COMMIT
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError as error:
+        raise Uncommitted(f"{folder} has no {COMMIT}: it is not a complete checkpoint.") from error
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror or error}.") from error
+    record = _decode_commit(raw, path)
+    for name, entry in record["files"].items():
+        _check_size(folder / name, entry["size"])
+    return record
+
+
+def verify(folder: str | os.PathLike, record: dict[str, Any]) -> None:
+    """Read every file that the record lists and compare. Raises Damaged naming the file."""
+    folder = Path(folder)
+    for name, entry in record["files"].items():
+        path = folder / name
+        _check_size(path, entry["size"])
+        try:
+            size, crc = checksum(path)
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read: {error.strerror or error}.") from error
+        if (size, crc) != (entry["size"], entry["crc32c"]):
+            raise Damaged(
+                f"{path} is damaged: its crc32c is {crc:08x}, {entry['crc32c']:08x} was recorded "
+                f"when it was written."
+            )
+
+
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError as error:
+        raise Damaged(f"{path} is missing; the checkpoint's {COMMIT} lists it.") from error
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror or error}.") from error
+    if size != expected:
+        raise Damaged(f"{path} is damaged: it has {size} bytes, {expected} were recorded.")
+
+
+def _own_checksum(record: dict[str, Any]) -> int:
+    rest = {key: value for key, value in record.items() if key != "checksum"}
+    return google_crc32c.value(encode_json(rest))
+
+
+def _decode_commit(raw: bytes, path: Path) -> dict[str, Any]:
+    """Parse without trusting anything: every way to be wrong ends in Damaged."""
+    try:
+        record = json.loads(raw)
+        intact = (
+            encode_json(record) == raw
+            and record["checksum"] == _own_checksum(record)
+            and record["format"] == FORMAT
+            and all(_is_entry(name, entry) for name, entry in record["files"].items())
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        intact = False
+    if not intact:
+        raise Damaged(f"{path} is damaged: it is not the record that was written.")
+    return record
+
+
+def _is_entry(name: str, entry: dict[str, Any]) -> bool:
+    """A plain relative name inside the folder, a size and a checksum."""
+    inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+    return inside and isinstance(entry["size"], int) and isinstance(entry["crc32c"], int)
