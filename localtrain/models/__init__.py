@@ -1,0 +1,93 @@
+"""Model families: each file turns a Hub config.json into a spec and a table of weight rules."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from localtrain.errors import ConfigError, nearest
+from localtrain.models.hub import HubConfig
+from localtrain.models.weights import Rule
+from localtrain.nn.spec import Model
+
+FAMILIES = {"qwen2": "qwen", "qwen3": "qwen"}  # model_type -> file in this folder
+
+
+def presets() -> list[str]:
+    """Names of the packaged presets, sorted."""
+    return sorted(path.name[: -len(".json")] for path in _preset_files())
+
+
+def read_hub_config(name: str) -> dict[str, Any]:
+    """The config.json of a preset, of a local folder, or of a file itself."""
+    for path in _preset_files():
+        if path.name == f"{name.lower()}.json":
+            return _parse(path.read_text(), str(name))
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{name}: this folder has no config.json, so it is not a Hub model.")
+    if not path.is_file():
+        guess = nearest(name.lower(), presets())
+        hint = f"; did you mean {guess}?" if guess else ""
+        raise ConfigError(
+            f"model {name!r}: neither a preset nor a local folder{hint} "
+            "`localtrain models` lists the presets."
+        )
+    return _parse(path.read_text(), str(path))
+
+
+def spec_from(hf: Mapping[str, Any], where: str = "config.json") -> Model:
+    """The spec of a Hub config; unknown values that change the maths are ConfigErrors."""
+    config = HubConfig(hf, where)
+    made = _family(config).spec(config)
+    config.refuse_variants()
+    if config.unread():
+        raise ConfigError(
+            f"{where}: unknown keys {', '.join(config.unread())}: what they change is not known, "
+            "so the model could not be trained faithfully. Remove them if they change nothing."
+        )
+    return made
+
+
+def rules_from(hf: Mapping[str, Any], where: str = "config.json") -> list[Rule]:
+    """The weight rules of a Hub config."""
+    config = HubConfig(hf, where)
+    return _family(config).weights(config)
+
+
+def _family(config: HubConfig):
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        guess = nearest(str(kind), FAMILIES)
+        hint = f" (nearest is {guess})" if guess else ""
+        raise ConfigError(
+            f"{config.where}: `model_type` is {kind!r}, a family that is not known{hint}; known "
+            f"are {', '.join(sorted(FAMILIES))}."
+        )
+    return importlib.import_module(f"localtrain.models.{FAMILIES[kind]}")
+
+
+def _preset_files() -> list:
+    """The packaged *.json files: installed as localtrain.configs, beside the package in a clone."""
+    clone = Path(__file__).resolve().parents[2] / "configs" / "models"
+    if clone.is_dir():
+        return list(clone.glob("*.json"))
+    from importlib.resources import files
+
+    folder = files("localtrain.configs.models")
+    return [path for path in folder.iterdir() if path.name.endswith(".json")]
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON ({error}); fetch the file again.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: a config.json must hold an object, not a {type(values)}.")
+    return values

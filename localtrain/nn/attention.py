@@ -1,0 +1,119 @@
+"""Grouped-query attention with its small options (biases, q/k norm, window, sinks, soft cap).
+
+"GQA" (arXiv 2305.13245). Matches the attention classes of transformers' Llama, Mistral, Qwen2,
+Qwen3 and Gemma 3 models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from localtrain.nn.attend import Keys, attend
+from localtrain.nn.core import WEIGHT_STD, Policy, RMSNorm, param
+from localtrain.nn.rope import rotate
+from localtrain.nn.spec import Gqa, Rope
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
+    """What every block may know besides its input; nothing else goes from layer to layer.
+
+    `segments_BT` None means one document and no padding; segment 0 is padding. The last three
+    fields are filled in by the decoder.
+    """
+
+    tokens_BT: jax.Array
+    positions_BT: jax.Array
+    segments_BT: jax.Array | None = None
+    tables: dict[Rope, tuple[jax.Array, jax.Array]] | None = None
+    cached: Keys | None = None  # positions and segments of the queries and of the cached keys
+    start: jax.Array | None = None  # cache slot of the first query
+
+    @property
+    def keys(self) -> Keys:
+        positions, segments = self.positions_BT, self.segments_BT
+        return Keys(positions, positions, segments, segments)
+
+
+class Attention(nnx.Module):
+    def __init__(self, spec: Gqa, dim: int, policy: Policy, out_std: float):
+        heads, kv_heads, head_dim = spec.heads, spec.kv_heads, spec.head_dim
+        self.spec = spec
+        self.dtype = policy.compute_dtype
+        q_axes, kv_axes = ("heads", "head_dim"), ("kv_heads", "head_dim")
+        self.wq_DNH = param((dim, heads, head_dim), ("embed", *q_axes), std=WEIGHT_STD)
+        self.wk_DKH = param((dim, kv_heads, head_dim), ("embed", *kv_axes), std=WEIGHT_STD)
+        self.wv_DKH = param((dim, kv_heads, head_dim), ("embed", *kv_axes), std=WEIGHT_STD)
+        self.wo_NHD = param((heads, head_dim, dim), (*q_axes, "embed"), std=out_std)
+        if spec.qkv_bias:
+            self.bq_NH = param((heads, head_dim), q_axes, "bias")
+            self.bk_KH = param((kv_heads, head_dim), kv_axes, "bias")
+            self.bv_KH = param((kv_heads, head_dim), kv_axes, "bias")
+        if spec.out_bias:
+            self.bo_D = param((dim,), ("embed",), "bias")
+        if spec.qk_norm is not None:
+            self.q_norm = RMSNorm(head_dim, spec.qk_norm, "head_dim")
+            self.k_norm = RMSNorm(head_dim, spec.qk_norm, "head_dim")
+        if spec.sinks:
+            self.sinks_N = param((heads,), ("heads",), "bias")
+
+    def __call__(
+        self, x_BTD: jax.Array, ctx: Context, cache: dict | None = None
+    ) -> tuple[jax.Array, dict | None]:
+        """The output and, when a cache is given, the cache with this input's keys and values."""
+        spec = self.spec
+        q_BTNH, k_BSKH, v_BSKH = self._project(x_BTD, ctx)
+        keys = ctx.keys
+        if cache is not None:
+            keys = ctx.cached
+            k_BSKH = _write(cache["k_BSKH"], k_BSKH, ctx.start)
+            v_BSKH = _write(cache["v_BSKH"], v_BSKH, ctx.start)
+            cache = {"k_BSKH": k_BSKH, "v_BSKH": v_BSKH}
+        out_BTNH = attend(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            keys,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks_N=self.sinks_N[...] if spec.sinks else None,
+        )
+        out_BTNH = checkpoint_name(out_BTNH, "attention")
+        out_BTD = jnp.einsum("BTNH,NHD->BTD", out_BTNH, self.wo_NHD[...].astype(self.dtype))
+        if spec.out_bias:
+            out_BTD = out_BTD + self.bo_D[...].astype(self.dtype)
+        return out_BTD, cache
+
+    def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BTNH = self._head("BTD,DNH->BTNH", x_BTD, self.wq_DNH, "bq_NH")
+        k_BTKH = self._head("BTD,DKH->BTKH", x_BTD, self.wk_DKH, "bk_KH")
+        v_BTKH = self._head("BTD,DKH->BTKH", x_BTD, self.wv_DKH, "bv_KH")
+        q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")
+        v_BTKH = checkpoint_name(v_BTKH, "v")
+        if self.spec.qk_norm is not None:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        if self.spec.rope is not None:
+            tables = ctx.tables[self.spec.rope]
+            q_BTNH, k_BTKH = rotate(q_BTNH, tables), rotate(k_BTKH, tables)
+        return q_BTNH, k_BTKH, v_BTKH
+
+    def _head(self, equation: str, x_BTD: jax.Array, weight: nnx.Param, bias: str) -> jax.Array:
+        y = jnp.einsum(equation, x_BTD, weight[...].astype(self.dtype))
+        return y + getattr(self, bias)[...].astype(self.dtype) if self.spec.qkv_bias else y
+
+
+def init_cache(spec: Gqa, batch: int, length: int, dtype) -> dict[str, jax.Array]:
+    """An empty cache of one layer."""
+    shape = (batch, length, spec.kv_heads, spec.head_dim)
+    return {"k_BSKH": jnp.zeros(shape, dtype), "v_BSKH": jnp.zeros(shape, dtype)}
+
+
+def _write(cache_BSKH: jax.Array, new_BTKH: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(cache_BSKH, new_BTKH, start, axis=1)

@@ -1,0 +1,249 @@
+"""The decoder: embedding, stacks of layers, final norm, head; as functions of a plain dict.
+
+`build` makes a Network from a spec without creating an array. Layers that repeat are stored
+stacked on a leading `layers` axis and run under `jax.lax.scan`, so compile time does not grow with
+depth. Parameters are nested dicts: {"embed": {...}, "stack_0": {"layer_0": {...}, ...}, ...,
+"final_norm": {...}, "head": {...}}; layer `l` of the model is entry l // period of
+`layer_<l % period>` within its stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from localtrain.nn.attend import Keys
+from localtrain.nn.attention import Attention, Context, init_cache
+from localtrain.nn.core import LOGIT_STD, WEIGHT_STD, Policy, RMSNorm, draw, param, soft_cap
+from localtrain.nn.mlp import GatedMlp
+from localtrain.nn.rope import rope_tables
+from localtrain.nn.spec import Layer, Model, Rope
+
+Params = dict  # nested, str keys, array leaves
+SAVED_BY_NAME = ("q", "k", "v", "attention", "attention_lse", "mlp_gate", "mlp_up")
+REMAT = ("none", "matmuls", "full")
+
+
+class Block(nnx.Module):
+    """One layer."""
+
+    def __init__(self, layer: Layer, dim: int, policy: Policy, out_std: float):
+        self.sandwich = layer.residual == "sandwich"
+        self.mixer_norm = RMSNorm(dim, layer.norm)
+        self.mixer = Attention(layer.mixer, dim, policy, out_std)
+        self.ffn_norm = RMSNorm(dim, layer.norm)
+        self.ffn = GatedMlp(layer.ffn, dim, policy, out_std)
+        if self.sandwich:
+            self.mixer_out_norm = RMSNorm(dim, layer.norm)
+            self.ffn_out_norm = RMSNorm(dim, layer.norm)
+
+    def __call__(
+        self, x_BTD: jax.Array, ctx: Context, cache: dict | None = None
+    ) -> tuple[jax.Array, dict | None]:
+        mixed_BTD, cache = self.mixer(self.mixer_norm(x_BTD), ctx, cache)
+        x_BTD = x_BTD + (self.mixer_out_norm(mixed_BTD) if self.sandwich else mixed_BTD)
+        ffn_BTD = self.ffn(self.ffn_norm(x_BTD))
+        return x_BTD + (self.ffn_out_norm(ffn_BTD) if self.sandwich else ffn_BTD), cache
+
+
+class Ends(nnx.Module):
+    """What is not a layer: embedding, final norm and, unless tied, the head."""
+
+    def __init__(self, spec: Model, vocab: int):
+        logit_std = min(WEIGHT_STD, LOGIT_STD / math.sqrt(spec.dim))
+        self.embed_VD = param(
+            (vocab, spec.dim),
+            ("vocab", "embed"),
+            "embedding",
+            std=logit_std if spec.tied else WEIGHT_STD,
+        )
+        self.final_norm = RMSNorm(spec.dim, spec.final_norm)
+        if not spec.tied:
+            self.head_DV = param((spec.dim, vocab), ("embed", "vocab"), "embedding", std=logit_std)
+
+
+def build(spec: Model, policy: Policy | None = None) -> Network:
+    """The network of a spec, abstract: no array is made."""
+    return Network(spec, policy or Policy())
+
+
+class Network:
+    """Pure functions on nested dicts of parameters, and the trees that describe them."""
+
+    def __init__(self, spec: Model, policy: Policy):
+        self.spec = spec
+        self.policy = policy
+        self.stacks = spec.stacks
+        self.vocab = -(-spec.vocab // policy.vocab_multiple) * policy.vocab_multiple
+        self.softcap = spec.softcap
+        out_std = WEIGHT_STD / math.sqrt(2 * len(spec.layers))
+        self._ends, ends = nnx.split(Ends(spec, self.vocab))
+        self._blocks, variables = [], ends.raw_mapping
+        for i, stack in enumerate(self.stacks):
+            graphs, layers = [], {}
+            for j, layer in enumerate(stack.period):
+                graph, state = nnx.split(Block(layer, spec.dim, policy, out_std))
+                graphs.append(graph)
+                layers[f"layer_{j}"] = state.raw_mapping
+            self._blocks.append(graphs)
+            variables[f"stack_{i}"] = layers
+        self._variables = variables
+        self.shapes = self._describe(self._shape)
+        self.axes = self._describe(self._axes)
+        self.decay = self._describe(lambda path, v: v.get_metadata("kind") == "matrix")
+
+    # trees ------------------------------------------------------------------------------------
+
+    def _describe(self, what) -> Params:
+        is_leaf = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(what, self._variables, is_leaf=is_leaf)
+
+    def _repeat(self, path) -> int | None:
+        """Length of the leading layers axis of the parameter at `path`, None outside stacks."""
+        name = path[0].key
+        return self.stacks[int(name[6:])].repeat if name.startswith("stack_") else None
+
+    def _shape(self, path, variable: nnx.Param) -> jax.ShapeDtypeStruct:
+        repeat = self._repeat(path)
+        shape = variable.get_value().shape
+        shape = shape if repeat is None else (repeat, *shape)
+        return jax.ShapeDtypeStruct(shape, self.policy.param_dtype)
+
+    def _axes(self, path, variable: nnx.Param) -> tuple[str, ...]:
+        axes = variable.get_metadata("logical_axes")
+        return axes if self._repeat(path) is None else ("layers", *axes)
+
+    def init(self, key: jax.Array) -> Params:
+        """Initial parameters; to be called under jit. Each depends on the key and its path only."""
+
+        def start(path, variable: nnx.Param) -> jax.Array:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+            shape = self._shape(path, variable).shape
+            return draw(leaf_key, variable, shape, self.policy.param_dtype)
+
+        return self._describe(start)
+
+    # forward ----------------------------------------------------------------------------------
+
+    def hidden(self, params: Params, ctx: Context, remat: str = "none") -> jax.Array:
+        """The output of the final norm, [B, T, D] in the compute dtype."""
+        x_BTD, ctx = self._embed(params, ctx)
+        for i, stack in enumerate(self.stacks):
+            scanned = self.policy.scan and stack.repeat > 1
+            body = _rematerialise(partial(self._period, i, ctx), remat, scanned)
+            x_BTD, _ = self._loop(body, x_BTD, params[f"stack_{i}"], stack.repeat)
+        return self._merge_ends(params).final_norm(x_BTD)
+
+    def head(self, params: Params) -> tuple[jax.Array, str]:
+        """The output matrix and its layout: the tied embedding "vd", or the head "dv"."""
+        return (params["embed_VD"], "vd") if self.spec.tied else (params["head_DV"], "dv")
+
+    def logits(self, params: Params, h_BTD: jax.Array) -> jax.Array:
+        """float32 [..., V] without padded columns; for short sequences (training: losses)."""
+        weight, layout = self.head(params)
+        equation = "...D,VD->...V" if layout == "vd" else "...D,DV->...V"
+        weight = weight.astype(self.policy.compute_dtype)
+        logits = jnp.einsum(equation, h_BTD, weight, preferred_element_type=jnp.float32)
+        return soft_cap(logits, self.softcap)[..., : self.spec.vocab]
+
+    def _embed(self, params: Params, ctx: Context) -> tuple[jax.Array, Context]:
+        dtype = self.policy.compute_dtype
+        x_BTD = jnp.take(params["embed_VD"], ctx.tokens_BT, axis=0).astype(dtype)
+        if self.spec.embed_scale is not None:
+            x_BTD = x_BTD * jnp.asarray(self.spec.embed_scale, dtype)
+        return x_BTD, dataclasses.replace(ctx, tables=self._rope_tables(ctx.positions_BT))
+
+    def _rope_tables(self, positions_BT: jax.Array) -> dict[Rope, tuple[jax.Array, jax.Array]]:
+        ropes = {layer.mixer.rope for layer in self.spec.layers} - {None}
+        return {rope: rope_tables(rope, positions_BT) for rope in ropes}
+
+    def _merge_ends(self, params: Params) -> Ends:
+        names = ("embed_VD", "final_norm", "head_DV")
+        return nnx.merge(self._ends, nnx.State({n: params[n] for n in names if n in params}))
+
+    def _period(self, i: int, ctx: Context, x_BTD: jax.Array, weights_and_cache):
+        """The layers of one period of stack i."""
+        weights, cache = weights_and_cache
+        new_cache = None if cache is None else {}
+        for j, graph in enumerate(self._blocks[i]):
+            name = f"layer_{j}"
+            block = nnx.merge(graph, nnx.State(weights[name]))
+            x_BTD, entry = block(x_BTD, ctx, None if cache is None else cache[name])
+            if cache is not None:
+                new_cache[name] = entry
+        return x_BTD, new_cache
+
+    def _loop(self, body, x_BTD: jax.Array, weights: Params, repeat: int, cache=None):
+        """`body` over the leading axis of weights and cache."""
+        if self.policy.scan and repeat > 1:
+            return jax.lax.scan(body, x_BTD, (weights, cache), length=repeat)
+        caches = []
+        for r in range(repeat):
+            x_BTD, entry = body(x_BTD, jax.tree.map(lambda a, r=r: a[r], (weights, cache)))
+            caches.append(entry)
+        stacked = None if cache is None else jax.tree.map(lambda *a: jnp.stack(a), *caches)
+        return x_BTD, stacked
+
+    # decoding ---------------------------------------------------------------------------------
+
+    def init_cache(self, batch: int, length: int) -> Params:
+        """An empty cache for `length` tokens a row."""
+        dtype = self.policy.compute_dtype
+        cache = {
+            "length": jnp.zeros((), jnp.int32),
+            "positions_BS": jnp.zeros((batch, length), jnp.int32),
+            "segments_BS": jnp.zeros((batch, length), jnp.int32),
+        }
+        for i, stack in enumerate(self.stacks):
+            cache[f"stack_{i}"] = {
+                f"layer_{j}": jax.tree.map(
+                    lambda a, n=stack.repeat: jnp.zeros((n, *a.shape), a.dtype),
+                    init_cache(layer.mixer, batch, length, dtype),
+                )
+                for j, layer in enumerate(stack.period)
+            }
+        return cache
+
+    def decode(self, params: Params, ctx: Context, cache: Params) -> tuple[jax.Array, Params]:
+        """Like `hidden` for tokens that follow those in the cache; returns the longer cache.
+
+        Padding (segment 0) takes a slot but is never seen, so rows may be padded on either side.
+        """
+        segments = ctx.segments_BT
+        if segments is None:
+            segments = jnp.ones_like(ctx.tokens_BT)
+        start = cache["length"]
+        write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
+        new = {
+            "length": start + ctx.tokens_BT.shape[1],
+            "positions_BS": write(cache["positions_BS"], ctx.positions_BT),
+            "segments_BS": write(cache["segments_BS"], segments),
+        }
+        x_BTD, ctx = self._embed(params, ctx)
+        seen = Keys(ctx.positions_BT, new["positions_BS"], segments, new["segments_BS"])
+        ctx = dataclasses.replace(ctx, cached=seen, start=start)
+        for i, stack in enumerate(self.stacks):
+            name = f"stack_{i}"
+            body = partial(self._period, i, ctx)
+            x_BTD, new[name] = self._loop(body, x_BTD, params[name], stack.repeat, cache[name])
+        return self._merge_ends(params).final_norm(x_BTD), new
+
+
+def _rematerialise(body, remat: str, scanned: bool):
+    """`none` keeps all activations, `matmuls` the named products, `full` only a layer's input."""
+    if remat == "none":
+        return body
+    if remat not in REMAT:
+        raise ValueError(f"remat is {remat!r}: one of {', '.join(REMAT)}")
+    policy = None
+    if remat == "matmuls":
+        policy = jax.checkpoint_policies.save_only_these_names(*SAVED_BY_NAME)
+    # a scan already keeps the compiler from merging the recomputation with the first computation
+    return jax.checkpoint(body, policy=policy, prevent_cse=not scanned)

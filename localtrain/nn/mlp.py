@@ -1,0 +1,48 @@
+"""Gated feed-forward ("GLU Variants Improve Transformer", arXiv 2002.05202).
+
+Matches the MLP classes of transformers' Llama, Mistral, Qwen and Gemma models.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from localtrain.nn.core import WEIGHT_STD, Policy, param
+from localtrain.nn.spec import Glu
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+class GatedMlp(nnx.Module):
+    def __init__(self, spec: Glu, dim: int, policy: Policy, out_std: float):
+        hidden = spec.hidden
+        self.dtype = policy.compute_dtype
+        self.act = ACTIVATIONS[spec.act]
+        self.w_gate_DF = param((dim, hidden), ("embed", "mlp"), std=WEIGHT_STD)
+        self.w_up_DF = param((dim, hidden), ("embed", "mlp"), std=WEIGHT_STD)
+        self.w_down_FD = param((hidden, dim), ("mlp", "embed"), std=out_std)
+        self.bias = spec.bias
+        if spec.bias:
+            self.b_gate_F = param((hidden,), ("mlp",), "bias")
+            self.b_up_F = param((hidden,), ("mlp",), "bias")
+            self.b_down_D = param((dim,), ("embed",), "bias")
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        gate_BTF = self._project(x_BTD, self.w_gate_DF, "b_gate_F")
+        up_BTF = self._project(x_BTD, self.w_up_DF, "b_up_F")
+        gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
+        up_BTF = checkpoint_name(up_BTF, "mlp_up")
+        return self._project(self.act(gate_BTF) * up_BTF, self.w_down_FD, "b_down_D")
+
+    def _project(self, x: jax.Array, weight: nnx.Param, bias_name: str) -> jax.Array:
+        y = jnp.dot(x, weight[...].astype(self.dtype))
+        return y + getattr(self, bias_name)[...].astype(self.dtype) if self.bias else y
