@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from localtrain import arrays, commit
+from localtrain import arrays, commit, storage
 from localtrain.errors import ConfigError, DataError, StorageError
 
 log = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int = 3, token: str | None = None):
-        if "://" in str(folder):
+        if storage.is_url(folder):
             raise ConfigError(f"Checkpoints at a URL are not supported yet: {folder}.")
-        self.folder = Path(folder)
+        self.folder = Path(os.path.abspath(storage.local_path(folder)))
         self.keep = keep
         self.token = token or secrets.token_hex(8)
         self._thread: threading.Thread | None = None
@@ -272,7 +272,7 @@ def find_checkpoint(path: str | os.PathLike) -> tuple[Checkpoints, int | None]:
 
     Returns the checkpoints and the step that was meant (None: the newest). Raises DataError.
     """
-    folder = Path(path)
+    folder = Path(os.path.abspath(storage.local_path(path)))
     if (folder / commit.COMMIT).is_file() and folder.name.isdigit():
         return Checkpoints(folder.parent), int(folder.name)
     for candidate in (folder / "checkpoints", folder):

@@ -212,12 +212,15 @@ def close_logging() -> None:
 
 
 def quiet_third_parties() -> None:
-    """Only errors from libraries that report their routine (absl, orbax, jax's platform hunt)."""
+    """Silence libraries that report their routine (absl, orbax, jax's hunt for platforms).
+
+    absl's errors too: Orbax logs a traceback of what it also raises, and we say in one line.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ side; read when jax starts
     try:
         from absl import logging as absl_logging
 
-        absl_logging.set_verbosity(absl_logging.ERROR)
+        absl_logging.set_verbosity(absl_logging.FATAL)
     except ImportError:
         pass
     for name in ("orbax", "jax._src.xla_bridge", "jax._src.distributed", "asyncio", "fsspec"):
