@@ -1,0 +1,60 @@
+"""The CPU of this machine: always there, needs nothing, the reference for everything else."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from localtrain.backend import Backend, Defaults, jax_is_up, set_jax
+from localtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from localtrain.config import RunConfig
+
+_FORCED = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
+
+
+class Cpu(Backend):
+    """One process on the CPU; `--devices N` splits it into N devices, to try sharding."""
+
+    name = "cpu"
+    summary = "the CPU of this machine; --devices N makes N devices of it"
+    priority = 0
+
+    def prepare_environment(
+        self, run: RunConfig | None = None, devices: int | None = None
+    ) -> list[str]:
+        """Platform and number of devices. Two settings name the number; ours replaces both."""
+        if devices is not None and devices < 1:
+            raise ConfigError(f"--devices {devices} must be at least 1")
+        if jax_is_up():
+            _check_running(devices)
+            return []
+        set_jax(jax_platforms="cpu")
+        if devices is None:
+            return []
+        flags = os.environ.get("XLA_FLAGS", "")
+        if _FORCED.search(flags):
+            os.environ["XLA_FLAGS"] = _FORCED.sub("", flags).strip()
+        set_jax(jax_num_cpu_devices=devices)
+        return [f"{devices} CPU devices share {os.cpu_count()} cores"] if devices > 1 else []
+
+    def defaults(self) -> Defaults:
+        """float32: CPUs have no fast bfloat16 in general, and it is the reference."""
+        return Defaults(dtype="float32")
+
+
+def _check_running(devices: int | None) -> None:
+    jax = sys.modules["jax"]
+    if jax.default_backend() != "cpu":
+        raise ConfigError(
+            f"backend cpu: jax already runs on {jax.default_backend()} in this process; choose the "
+            "backend before any other use of jax, or in a new process"
+        )
+    if devices is not None and jax.local_device_count() != devices:
+        raise ConfigError(
+            f"--devices {devices}: jax already runs with {jax.local_device_count()} CPU devices in "
+            "this process; set the number before any other use of jax, or in a new process"
+        )

@@ -1,0 +1,149 @@
+"""One NVIDIA GPU of this machine, through jax's CUDA plugin."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from localtrain.backend import Backend, Defaults, jax_is_up, set_jax
+from localtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from localtrain.config import RunConfig
+
+MEMORY_FRACTION = 0.9  # XLA's own default of 0.75 leaves 2 GB of an 8 GB card unused
+
+# Both names set at once is an error in jax 0.10, so a value of the user's own is left alone.
+_MEMORY_VARIABLES = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)
+
+# Dense bfloat16 tensor FLOP/s with float32 accumulation, half of what a sheet says "with sparsity".
+# Sources: nvidia.com/en-us/data-center/{a100,h100,h200,l4}, the data sheets of A10, A40, L40S
+# (resources.nvidia.com/en-us-l40s/l40s-datasheet-28413) and Blackwell
+# (nvdam.widen.net/s/wwnsxrhm2w), the GA102 and Ada architecture papers for GeForce.
+# A name that fits no pattern in full has no figure: laptop parts run at other clocks.
+PEAK_FLOPS = {
+    r"A100.*": 312e12,
+    r"H100 PCIe": 756e12,
+    r"H100 NVL": 835e12,
+    r"H100( 80GB HBM3)?": 989e12,
+    r"H200": 989e12,
+    r"B200": 2250e12,
+    r"A10": 125e12,
+    r"A40": 149.7e12,
+    r"L4": 121e12,
+    r"L40S": 362e12,
+    r"GeForce RTX 3090": 71e12,
+    r"GeForce RTX 4090": 165.2e12,
+}
+
+
+class LocalGpu(Backend):
+    """The first visible NVIDIA GPU."""
+
+    name = "local-gpu"
+    summary = "one NVIDIA GPU of this machine"
+    priority = 20
+
+    def check(self) -> str | None:
+        """Driver and plugin, without opening the device."""
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+            return f"JAX_PLATFORMS={platforms} in the environment excludes it; unset it"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None and hidden.strip() in ("", "-1", "none", "NoDevFiles"):
+            return f"CUDA_VISIBLE_DEVICES='{hidden}' in the environment hides every GPU; unset it"
+        if reason := _missing_driver():
+            return reason
+        if not _plugins():
+            return (
+                "an NVIDIA driver is here but jax's CUDA plugin is not: looked for the packages "
+                "jax_cuda13_plugin and jax_cuda12_plugin; pip install 'localtrain[cuda13]', or "
+                "[cuda12] with a driver older than 580"
+            )
+        return None
+
+    def prepare_environment(
+        self, run: RunConfig | None = None, devices: int | None = None
+    ) -> list[str]:
+        """Platform, one device, and how much of its memory jax takes at the start."""
+        if devices not in (None, 1):
+            raise ConfigError(f"--devices {devices}: backend local-gpu uses one GPU")
+        if jax_is_up():
+            running = sys.modules["jax"].default_backend()
+            if running != "gpu":
+                raise ConfigError(
+                    f"backend local-gpu: jax already runs on {running} in this process; choose the "
+                    "backend before any other use of jax, or in a new process"
+                )
+            return []
+        set_jax(jax_platforms="cuda,cpu", jax_cuda_visible_devices="0")
+        return [_set_memory()]
+
+    def compiler_options(self, run: RunConfig) -> dict[str, bool | int | str]:
+        """Determinism: docs.jax.dev and XLA's xla.proto name this flag for run-to-run equality."""
+        return {"xla_gpu_deterministic_ops": True} if run.train.deterministic else {}
+
+    def defaults(self) -> Defaults:
+        """bfloat16: what tensor cores are made for, with float32's range."""
+        return Defaults(dtype="bfloat16")
+
+    def peak_flops(self, device_kind: str) -> float | None:
+        """By the device's name, as jax gives it."""
+        kind = re.sub(r"^NVIDIA\s+", "", device_kind.strip())
+        return next((peak for name, peak in PEAK_FLOPS.items() if re.fullmatch(name, kind)), None)
+
+
+def _missing_driver() -> str | None:
+    """None when a device node and the driver's library are here, else what was looked for."""
+    library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+    found = {library: _loads(library), "nvidia-smi": shutil.which("nvidia-smi") is not None}
+    needed = [library]
+    if os.name != "nt":
+        nodes = glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg")  # dxg: Windows' WSL
+        found = {"/dev/nvidia*": bool(nodes), **found}
+        needed.append("/dev/nvidia*")
+    if all(found[name] for name in needed):
+        return None
+    seen = [name for name, there in found.items() if there]
+    return (
+        f"no NVIDIA driver: looked for {', '.join(found)} and found "
+        f"{'only ' + ', '.join(seen) if seen else 'none of them'}; install the driver, or start "
+        "the container with --gpus all"
+    )
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _plugins() -> list[str]:
+    names = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    return [name for name in names if importlib.util.find_spec(name) is not None]
+
+
+def _set_memory() -> str:
+    given = [name for name in _MEMORY_VARIABLES if name in os.environ]
+    if given:
+        return "GPU memory: as the environment says, " + ", ".join(
+            f"{name}={os.environ[name]}" for name in given
+        )
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = str(MEMORY_FRACTION)
+    return (
+        f"GPU memory: {MEMORY_FRACTION:.0%} is reserved at the start, so nvidia-smi shows it as "
+        "used; XLA_CLIENT_MEM_FRACTION changes that"
+    )
