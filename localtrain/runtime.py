@@ -163,6 +163,7 @@ class _StderrHandler(logging.StreamHandler):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        self.addFilter(lambda record: getattr(record, "console", True))
 
     @property
     def stream(self) -> Any:
