@@ -1,0 +1,321 @@
+"""One file to documents, without a crash and without a silent drop.
+
+A document is a text with its origin "file:line". What cannot be trained on (empty, not UTF-8, a
+missing key, ...) goes to a Tally: counted under a reason with its first place, or, with
+bad_rows=error, a DataError with file:line. Rows end at \\n only: U+2028, form feeds and lone \\r
+are text. Text files keep their text but for a leading byte order mark and \\r\\n, which becomes \\n.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, NamedTuple
+
+import google_crc32c
+
+from localtrain import storage
+from localtrain.data.sources import SourceFile
+from localtrain.errors import DataError
+
+SECTION_BYTES = 1 << 20  # a longer text file is read in sections, cut after a line
+MAX_ROW_BYTES = 16 << 20  # a longer jsonl or parquet row is "huge"
+
+REASONS = {
+    "empty": "the text is empty",
+    "blank": "the text is only whitespace",
+    "null": "the text is null",
+    "missing_field": "the row has no such field",
+    "not_text": "the field is not a string",
+    "not_an_object": "the row is not a JSON object",
+    "bad_json": "the row is not valid JSON",
+    "bad_utf8": "not valid UTF-8",
+    "bad_unicode": "the text holds a lone surrogate, which UTF-8 cannot carry",
+    "huge": f"longer than {MAX_ROW_BYTES >> 20} MiB",
+}
+
+
+class Document(NamedTuple):
+    """A text and where it came from. A section of a long file may lack its begin or end."""
+
+    text: str
+    origin: str
+    begins: bool = True
+    ends: bool = True
+
+
+class Tally:
+    """Rows that were not used, by reason, with the first place of each; notes on the rest."""
+
+    def __init__(self, error: bool = False):
+        self.error = error
+        self.skipped: dict[str, int] = {}
+        self.first: dict[str, str] = {}
+        self.notes: dict[str, int] = {}
+
+    def skip(self, reason: str, origin: str, detail: str = "") -> None:
+        """Count one row; with `error` raise DataError instead."""
+        if self.error:
+            raise DataError(bad_row_message(reason, origin, detail))
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        self.first.setdefault(reason, origin + (f" ({detail})" if detail else ""))
+
+    def note(self, what: str, count: int = 1) -> None:
+        """Something worth telling that loses no text."""
+        self.notes[what] = self.notes.get(what, 0) + count
+
+
+def bad_row_message(reason: str, origin: str, detail: str = "") -> str:
+    more = f" ({detail})" if detail else ""
+    return (
+        f"{origin}: {REASONS.get(reason, reason)}{more}. Repair or remove the row, or set "
+        f"data.bad_rows: skip to count such rows and go on."
+    )
+
+
+class HashingFile(io.RawIOBase):
+    """A file read forward that knows the crc32c and the number of its bytes so far."""
+
+    def __init__(self, raw: IO[bytes]):
+        self._raw = raw
+        self._checksum = google_crc32c.Checksum()
+        self.count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        data = self._raw.read(len(buffer))
+        buffer[: len(data)] = data
+        self._checksum.update(data)
+        self.count += len(data)
+        return len(data)
+
+    def drain(self) -> None:
+        """Read what a decoder left unread, so that the checksum covers the file."""
+        while self.read(1 << 20):
+            pass
+
+    @property
+    def crc32c(self) -> int:
+        return int.from_bytes(self._checksum.digest(), "big")
+
+
+class FileReader:
+    """Documents of one file; afterwards `crc32c` and `size` tell what was read."""
+
+    def __init__(self, file: SourceFile, field: str, tally: Tally):
+        self.file, self.field, self.tally = file, field, tally
+        self.crc32c = 0
+        self.size = 0
+
+    @property
+    def bytes_read(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Document]:
+        if self.file.format == "parquet":
+            from localtrain.data.parquet import read_parquet
+
+            self.crc32c, self.size = checksum(self.file.path)
+            yield from read_parquet(self.file, self.field, self.tally)
+            return
+        read = read_jsonl if self.file.format == "jsonl" else read_text
+        with _missing_is_data_error(self.file), storage.open_file(self.file.path, "rb") as raw:
+            hashing = HashingFile(raw)
+            source = decompress(io.BufferedReader(hashing, 1 << 20), self.file.compression)
+            try:
+                for document in read(source, self.file.name, self.field, self.tally):
+                    self.size = hashing.count
+                    yield document
+            except _damage_errors() as error:
+                raise DataError(
+                    f"{self.file.path}: the {self.file.compression} data are damaged or cut short "
+                    f"({error}). Fetch or compress the file again."
+                ) from error
+            hashing.drain()
+            self.crc32c, self.size = hashing.crc32c, hashing.count
+
+
+@contextmanager
+def _missing_is_data_error(file: SourceFile):
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{file.path}: the file went away while it was being read.") from error
+
+
+def checksum(path: str) -> tuple[int, int]:
+    """(crc32c, size) of a whole file."""
+    with storage.open_file(path, "rb") as raw:
+        hashing = HashingFile(raw)
+        hashing.drain()
+    return hashing.crc32c, hashing.count
+
+
+def decompress(raw: IO[bytes], compression: str | None) -> IO[bytes]:
+    if compression == "gzip":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw, mode="rb"), 1 << 20)
+    if compression == "zstd":
+        import zstandard
+
+        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        return io.BufferedReader(reader, 1 << 20)
+    return raw
+
+
+def _damage_errors() -> tuple[type[Exception], ...]:
+    errors: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error)
+    try:
+        import zstandard
+
+        return (*errors, zstandard.ZstdError)
+    except ImportError:
+        return errors
+
+
+def read_text(source: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[Document]:
+    """A text file as one document; a long one as sections that follow each other.
+
+    Only the first section begins the document and only the last one ends it.
+    """
+    line = 1
+    begins = True
+    held: tuple[str, int] | None = None  # a section waits until it is known whether it is the last
+    for block in _sections(source, tally):
+        text = _text_of(block, f"{name}:{line}", tally)
+        if text is not None:
+            if held is not None:
+                yield Document(held[0], f"{name}:{held[1]}", begins, False)
+                tally.note("long_file_sections")
+                begins = False
+            held = (text, line)
+        line += block.count(b"\n")
+    if held is not None:
+        yield Document(held[0], f"{name}:{held[1]}", begins, True)
+    elif line == 1 and not tally.skipped:
+        pass
+
+
+def _sections(source: IO[bytes], tally: Tally) -> Iterator[bytes]:
+    """Blocks of about SECTION_BYTES that end after a line, or at least after a character."""
+    rest = source.read(3)
+    if rest == b"\xef\xbb\xbf":
+        tally.note("byte_order_marks")
+        rest = b""
+    first = True
+    while True:
+        chunk = _read_full(source, SECTION_BYTES)
+        block = rest + chunk
+        if len(chunk) < SECTION_BYTES:
+            if block or first:
+                yield block
+            return
+        cut = block.rfind(b"\n") + 1 or _character_cut(block)
+        yield block[:cut]
+        rest, first = block[cut:], False
+
+
+def _read_full(source: IO[bytes], count: int) -> bytes:
+    pieces = []
+    while count:
+        piece = source.read(count)
+        if not piece:
+            break
+        pieces.append(piece)
+        count -= len(piece)
+    return b"".join(pieces)
+
+
+def _character_cut(block: bytes) -> int:
+    """The last place of `block` where no UTF-8 character is cut in two."""
+    cut = len(block)
+    while cut > len(block) - 4 and block[cut - 1] & 0xC0 == 0x80:
+        cut -= 1
+    if block[cut - 1] >= 0xC0:
+        return cut - 1
+    return len(block)
+
+
+def _text_of(block: bytes, origin: str, tally: Tally) -> str | None:
+    try:
+        text = block.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = int(origin.rsplit(":", 1)[1]) + block[: error.start].count(b"\n")
+        where = f"{origin.rsplit(':', 1)[0]}:{line}"
+        tally.skip("bad_utf8", where, f"byte 0x{block[error.start]:02x}")
+        return None
+    if "\r\n" in text:
+        tally.note("crlf_files")
+        text = text.replace("\r\n", "\n")
+    return text if usable(text, origin, tally) else None
+
+
+def usable(text: str, origin: str, tally: Tally) -> bool:
+    """True when there is something to train on; otherwise the tally is told why not."""
+    if not text:
+        tally.skip("empty", origin)
+    elif text.isspace():
+        tally.skip("blank", origin)
+    else:
+        return True
+    return False
+
+
+def read_jsonl(source: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[Document]:
+    """One JSON object per line; the document is its `field`."""
+    line = 0
+    while raw := source.readline(MAX_ROW_BYTES + 1):
+        line += 1
+        origin = f"{name}:{line}"
+        if len(raw) > MAX_ROW_BYTES and not raw.endswith(b"\n"):
+            size = len(raw)
+            while not raw.endswith(b"\n") and (raw := source.readline(1 << 20)):
+                size += len(raw)
+            tally.skip("huge", origin, f"{size / (1 << 20):.1f} MiB")
+            continue
+        if line == 1 and raw.startswith(b"\xef\xbb\xbf"):
+            tally.note("byte_order_marks")
+            raw = raw[3:]
+        text = _row_text(raw, origin, field, tally)
+        if text is not None:
+            yield Document(text, origin)
+
+
+def _row_text(raw: bytes, origin: str, field: str, tally: Tally) -> str | None:
+    try:
+        row = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return tally.skip("bad_utf8", origin, f"byte 0x{raw[error.start]:02x}")
+    except RecursionError:
+        return tally.skip("bad_json", origin, "nested too deep")
+    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
+        if not raw.strip():
+            return tally.skip("empty", origin, "an empty line")
+        return tally.skip("bad_json", origin, str(error)[:80])
+    if not isinstance(row, dict):
+        return tally.skip("not_an_object", origin, type(row).__name__)
+    if field not in row:
+        keys = ", ".join(list(map(str, row))[:6])
+        return tally.skip("missing_field", origin, f"field {field!r}; it has {keys or 'none'}")
+    return check_text(row[field], origin, tally)
+
+
+def check_text(value: object, origin: str, tally: Tally) -> str | None:
+    """A row's value as text, or None after telling the tally."""
+    if value is None:
+        return tally.skip("null", origin)
+    if not isinstance(value, str):
+        return tally.skip("not_text", origin, type(value).__name__)
+    if not usable(value, origin, tally):
+        return None
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            return tally.skip("bad_unicode", origin)
+    return value

@@ -1,0 +1,183 @@
+"""Packed rows of one or several datasets, in training or evaluation order, as batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from localtrain.data.order import Mixture, Order
+from localtrain.data.pack import Packed, pack
+from localtrain.data.split import Side
+from localtrain.errors import DataError
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One dataset's side, packed."""
+
+    side: Side
+    packed: Packed
+
+    @classmethod
+    def pack(cls, side: Side, seq_len: int, packing: str) -> Part:
+        return cls(side, pack(side.starts, side.lengths, seq_len, packing))
+
+
+class View:
+    """Rows of the training or the evaluation side.
+
+    Sources without a weight (or all of weight 1) are pooled: one epoch reads every row of all once.
+    With weights, each source has its own epochs and the given share of all rows.
+    """
+
+    def __init__(
+        self,
+        parts: list[Part],
+        weights: list[float | None],
+        seed: int,
+        shuffle: bool,
+        vocabulary: int,
+    ):
+        self.seq_len = parts[0].packed.seq_len
+        self.vocabulary = vocabulary
+        weighted = any(weight not in (None, 1, 1.0) for weight in weights)
+        kept = [(p, w) for p, w in zip(parts, weights, strict=True) if p.packed.rows]
+        self.parts = [part for part, _ in kept]
+        counts = [part.packed.rows for part in self.parts]
+        self.rows = sum(counts)
+        # rows of all parts, numbered through
+        self._first_row = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        if weighted and len(kept) > 1:
+            self.mixture = Mixture([1.0 if w is None else w for _, w in kept], seed)
+            self._orders = [Order(n, seed, i, shuffle) for i, n in enumerate(counts)]
+        else:
+            self.mixture = None
+            self._orders = [Order(self.rows, seed, 0, shuffle)]
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens of all rows (one per transition)."""
+        return sum(part.packed.trained_tokens for part in self.parts)
+
+    @property
+    def fill(self) -> float:
+        """Share of the places of all rows that train something."""
+        return self.tokens / (self.rows * self.seq_len) if self.rows else 0.0
+
+    @property
+    def index_hash(self) -> str:
+        """Identity of the packed rows: which tokens of which dataset are in which row."""
+        digest = hashlib.sha256(str(self.seq_len).encode())
+        for part in self.parts:
+            digest.update(part.side.dataset.index.hash.encode())
+            for array in (part.packed.row_starts, part.packed.starts, part.packed.places):
+                digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()[:16]
+
+    def row_numbers(self, positions: np.ndarray) -> np.ndarray:
+        """Rows at these positions of the endless training order (int64, numbered through)."""
+        positions = np.asarray(positions, np.int64)
+        if self.mixture is None:
+            return self._orders[0](positions)
+        source, number = self.mixture(positions)
+        rows = np.empty_like(positions)
+        for i, order in enumerate(self._orders):
+            here = source == i
+            rows[here] = self._first_row[i] + order(number[here])
+        return rows
+
+    def batch(
+        self, t: int, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> Batch:
+        """Batch t (from 0 on), or the rows of one process of it.
+
+        tokens, labels, positions, segments int32 [B, T], weights float32 [B, T].
+        """
+        if not self.rows:
+            raise DataError("there are no rows to make a batch of.")
+        if batch_size % process_count:
+            raise DataError(
+                f"train.batch_size {batch_size} does not divide among {process_count} processes."
+            )
+        share = batch_size // process_count
+        first = t * batch_size + process_index * share
+        return self.assemble(self.row_numbers(np.arange(first, first + share)))
+
+    def eval_batches(
+        self,
+        batch_size: int,
+        limit: int | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
+    ) -> Iterator[Batch]:
+        """Every row once, in index order, or the first `limit` batches; the last short batch is
+        filled with rows of weight 0."""
+        share = batch_size // process_count
+        for count, first in enumerate(range(0, self.rows, batch_size)):
+            if limit is not None and count >= limit:
+                return
+            begin = first + process_index * share
+            rows = np.arange(begin, begin + share)
+            yield self.assemble(np.where(rows < self.rows, rows, -1))
+
+    def assemble(self, rows: np.ndarray) -> Batch:
+        """The given rows as a batch; row -1 is an empty one."""
+        shape = (len(rows), self.seq_len)
+        out: Batch = {
+            name: np.zeros(shape, np.int32)
+            for name in ("tokens", "labels", "positions", "segments")
+        }
+        out["weights"] = np.zeros(shape, np.float32)
+        owner = np.searchsorted(self._first_row, rows, side="right") - 1
+        for i, part in enumerate(self.parts):
+            slots = np.flatnonzero((owner == i) & (rows >= 0))
+            if len(slots):
+                self._fill(out, part, slots, rows[slots] - self._first_row[i])
+        return out
+
+    def _fill(self, out: Batch, part: Part, slots: np.ndarray, rows: np.ndarray) -> None:
+        """Write the rows `rows` of `part` into the batch rows `slots`."""
+        packed, dataset = part.packed, part.side.dataset
+        first = packed.row_starts[rows]
+        counts = packed.row_starts[rows + 1] - first
+        total = int(counts.sum())
+        nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)  # within its row
+        pieces = np.repeat(first, counts) + nth
+        places = packed.places[pieces].astype(np.int64)
+        stream = dataset.read(packed.starts[pieces], places + 1)
+        if len(stream) and int(stream.max()) >= self.vocabulary:
+            raise DataError(
+                f"{dataset.folder}: holds token {int(stream.max())}, but the tokenizer has "
+                f"{self.vocabulary} ids. Build it again with this tokenizer."
+            )
+        ends = np.cumsum(places)
+        positions = np.arange(int(ends[-1])) - np.repeat(ends - places, places)
+        # piece k has places[k] + 1 tokens in the stream: k more than there are places before it
+        source = np.arange(int(ends[-1])) + np.repeat(np.arange(total), places)
+        # pieces of a row lie one after the other from the row's first place on
+        row_first = np.repeat(np.cumsum(counts) - counts, counts)
+        row_begin = (ends - places) - (ends - places)[row_first]
+        target = np.repeat(np.repeat(slots * self.seq_len, counts) + row_begin, places) + positions
+        out["tokens"].reshape(-1)[target] = stream[source]
+        out["labels"].reshape(-1)[target] = stream[source + 1]
+        out["positions"].reshape(-1)[target] = positions
+        out["segments"].reshape(-1)[target] = np.repeat(nth + 1, places)
+        out["weights"].reshape(-1)[target] = 1.0
+
+    def describe_row(self, row: int) -> dict[str, Any]:
+        """Where a row (numbered through) comes from, for error messages and notebooks."""
+        i = int(np.searchsorted(self._first_row, row, side="right") - 1)
+        packed = self.parts[i].packed
+        local = row - int(self._first_row[i])
+        pieces = slice(int(packed.row_starts[local]), int(packed.row_starts[local + 1]))
+        return {
+            "dataset": self.parts[i].side.dataset.folder,
+            "starts": packed.starts[pieces].tolist(),
+            "places": packed.places[pieces].tolist(),
+        }
