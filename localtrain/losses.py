@@ -6,8 +6,9 @@ the chunk body:
 
 - `weighted_nll_sum`: the token weights are known beforehand (pre-training, SFT), so the gradients
   towards the hidden states and the head are computed inside the forward pass while the chunk's
-  logits are still there. Nothing is computed twice. (The idea of "Cut Your Losses in Large-Vocabulary
-  Language Models", arXiv 2411.09009, and of Liger Kernel, arXiv 2410.10989, in plain JAX.)
+  logits are still there. Nothing is computed twice. (The idea of "Cut Your Losses in
+  Large-Vocabulary Language Models", arXiv 2411.09009, and of Liger Kernel, arXiv 2410.10989, in
+  plain JAX.)
 - `token_logprobs`: for losses that need every token's log-probability first (DPO, GRPO, KL);
   the backward pass recomputes the chunk.
 
@@ -53,6 +54,7 @@ def chunk_size(vocab: int) -> int:
 
 def _chunk_logits(head: Head, w: jax.Array, h_CD: jax.Array) -> jax.Array:
     equation = "cd,vd->cv" if head.layout == "vd" else "cd,dv->cv"
+    w = w.astype(h_CD.dtype)
     logits_CV = jnp.einsum(equation, h_CD, w, preferred_element_type=jnp.float32)
     if head.softcap is not None:
         logits_CV = head.softcap * jnp.tanh(logits_CV / head.softcap)
@@ -62,7 +64,7 @@ def _chunk_logits(head: Head, w: jax.Array, h_CD: jax.Array) -> jax.Array:
 
 
 def _split(x: jax.Array, size: int, chunks: int) -> jax.Array:
-    """[N, ...] to [chunks, size, ...], zeros at the end: their weight is zero, so they add nothing."""
+    """[N, ...] to [chunks, size, ...], zeros at the end: their weight is zero, they add nothing."""
     missing = chunks * size - x.shape[0]
     x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
     return x.reshape(chunks, size, *x.shape[1:])
@@ -90,9 +92,10 @@ def weighted_nll_sum(
 ) -> tuple[jax.Array, jax.Array]:
     """Sum over tokens of weight * (-log p(label) + z_loss * logsumexp^2), in float32.
 
-    w [V, D] or [D, V] as `head.layout` says, h_BTD [B, T, D], labels_BT int [B, T] (any valid id
-    where the weight is 0), weights_BT float [B, T]. Returns (objective, nll): scalars. Only the
-    objective is differentiable, towards w and h; nll is for logging and has no z-loss in it.
+    w [V, D] or [D, V] as `head.layout` says (its gradient is summed in float32), h_BTD [B, T, D]
+    in the compute type, labels_BT int [B, T] (any valid id where the weight is 0), weights_BT float
+    [B, T]. Returns (objective, nll): scalars. Only the objective is differentiable, towards w and
+    h; nll is for logging and has no z-loss in it.
     """
 
     def body(total, chunk):
@@ -123,7 +126,7 @@ def _forward(head: Head, w, h_BTD, labels_BT, weights_BT):
         if head.softcap is not None:
             g_CV = g_CV * (1 - jnp.square(jnp.where(g_CV == 0, 0, logits_CV) / head.softcap))
         g_CV = g_CV.astype(h_CD.dtype)
-        dh_CD = jnp.einsum(to_h, g_CV, w, preferred_element_type=jnp.float32)
+        dh_CD = jnp.einsum(to_h, g_CV, w.astype(g_CV.dtype), preferred_element_type=jnp.float32)
         dw = dw + jnp.einsum(to_w, g_CV, h_CD, preferred_element_type=jnp.float32)
         return (objective + add, nll + add_nll, dw), dh_CD.astype(h_CD.dtype)
 

@@ -73,7 +73,7 @@ def partition(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) 
 
 
 def param_shardings(mesh: Mesh, shapes: Tree, axes: Tree) -> Tree:
-    """A NamedSharding for every parameter. `axes` mirrors `shapes` with tuples of words as leaves."""
+    """A NamedSharding for every parameter; `axes` has a tuple of words where `shapes` a shape."""
     return jax.tree.map(
         lambda s, a: NamedSharding(mesh, partition(mesh, s.shape, a)), shapes, axes
     )

@@ -12,13 +12,15 @@ the arithmetic:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
-from localtrain import optim
+from localtrain import optim, sharding
 from localtrain.losses import Head, weighted_nll_sum
 from localtrain.nn.decoder import Context, Network
 
@@ -116,3 +118,50 @@ def eval_step(network: Network, run: RunConfig, params: Tree, batch: Batch) -> j
     head = Head(layout, network.softcap)
     _, nll = weighted_nll_sum(head, w, h_BTD, batch["labels"], batch["weights"])
     return jnp.stack([nll, jnp.sum(batch["weights"])])
+
+
+class Programs(NamedTuple):
+    """The three programs of a run, lowered for a mesh, and the arrays they take (abstract)."""
+
+    init: jax.stages.Lowered  # (seed uint32) -> state
+    train: jax.stages.Lowered  # (state, donated; batch; step int32) -> (state, metrics)
+    evaluate: jax.stages.Lowered  # (params, batch) -> [nll, trained tokens]
+    state: Tree  # jax.ShapeDtypeStruct with shardings, like the state
+    batch: Tree  # the same for a batch
+
+
+def abstract_batch(run: RunConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a batch looks like: int32 and float32 arrays [batch_size, seq_len], placed by rows."""
+    shape = (run.train.batch_size, run.data.seq_len)
+    place = sharding.batch_sharding(mesh)
+    kinds = dict.fromkeys(("tokens", "labels", "positions", "segments"), jnp.int32)
+    kinds["weights"] = jnp.float32
+    return {k: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for k, dtype in kinds.items()}
+
+
+def lower(network: Network, run: RunConfig, mesh: Mesh) -> Programs:
+    """Trace the programs of a run for the devices of a mesh, which need not be there.
+
+    `train` compiles and runs them, `plan` compiles them and reads what the compiler says.
+    """
+    everywhere = sharding.replicated(mesh)
+    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=everywhere)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    shapes = jax.eval_shape(partial(init_state, network, run), seed)
+    params = sharding.param_shardings(mesh, network.shapes, network.axes)
+    places = sharding.state_shardings(mesh, shapes, params)
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+    )
+    batch = abstract_batch(run, mesh)
+
+    def jit(f, out, **options):
+        return jax.jit(partial(f, network, run), out_shardings=out, **options)
+
+    return Programs(
+        init=jit(init_state, places).lower(seed),
+        train=jit(train_step, (places, everywhere), donate_argnums=0).lower(state, batch, step),
+        evaluate=jit(eval_step, everywhere).lower(state["params"], batch),
+        state=state,
+        batch=batch,
+    )

@@ -1,0 +1,179 @@
+"""What one run needs before its first step: model, tokenizer, data, compiled programs.
+
+Checks run in the order of their cost: configuration, then tokenizer, then data, then compilation,
+so that a mistake is reported before time is spent.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from localtrain import models, sharding, steps
+from localtrain.backend import Backend
+from localtrain.config import RunConfig
+from localtrain.errors import ConfigError
+from localtrain.nn.core import Policy
+from localtrain.nn.decoder import Network, build
+from localtrain.oom import gigabytes, memory_advice
+
+log = logging.getLogger(__name__)
+Tree = Any
+
+
+@dataclass
+class Job:
+    """The compiled programs of a run, and where their arrays live."""
+
+    run: RunConfig
+    network: Network
+    programs: steps.Programs
+    init: Callable[[jax.Array], Tree]
+    step: Callable[[Tree, steps.Batch, jax.Array], tuple[Tree, dict[str, jax.Array]]]
+    evaluate: Callable[[Tree, steps.Batch], jax.Array]
+    compile_s: float
+    peak_flops: float | None  # of all devices together, FLOP/s; None when there is no source
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of one token, forward and backward, nothing recomputed."""
+        return self.network.spec.model_flops_per_token(self.run.data.seq_len)
+
+    def place(self, batch: dict[str, np.ndarray]) -> steps.Batch:
+        """Host arrays of a batch onto the devices."""
+        return {k: jax.device_put(v, self.programs.batch[k].sharding) for k, v in batch.items()}
+
+    def fresh_state(self) -> Tree:
+        """Step 0, from the run's seed."""
+        place = self.programs.state["step"].sharding
+        return self.init(jax.device_put(np.uint32(self.run.seed), place))
+
+    def number(self, value: int) -> jax.Array:
+        """A step number for `step`: placed on purpose, the loop forbids implicit transfers."""
+        return jax.device_put(np.int32(value), self.programs.state["step"].sharding)
+
+
+def hub_config(run: RunConfig) -> dict[str, Any]:
+    """The Hub config.json of the run's model."""
+    if run.model.init_from:
+        raise ConfigError(
+            f"model.init_from = {run.model.init_from!r}: training from given weights is not in "
+            f"this version; model.preset or model.path trains from scratch."
+        )
+    return models.read_hub_config(run.model.preset or run.model.path)
+
+
+def make_network(run: RunConfig, hf: dict[str, Any], backend: Backend) -> Network:
+    """The abstract network in the run's arithmetic: parameters float32, computation as asked."""
+    where = run.model.preset or run.model.path or "config.json"
+    spec = models.spec_from(hf, where)
+    dtype = jnp.dtype(run.model.dtype or backend.defaults().dtype)
+    if run.data.seq_len > spec.max_length:
+        log.warning(
+            "data.seq_len = %d is longer than the %d positions that %s was made for",
+            run.data.seq_len,
+            spec.max_length,
+            where,
+        )
+    return build(spec, Policy(compute_dtype=dtype))
+
+
+def check_vocabulary(run: RunConfig, network: Network, tokens: int) -> None:
+    """The embedding must have a row for every token id (more rows are padding and fine)."""
+    if tokens > network.spec.vocab:
+        raise ConfigError(
+            f"data.tokenizer = {run.data.tokenizer!r} has {tokens} tokens, but the model "
+            f"({run.model.preset or run.model.path}) has a vocabulary of {network.spec.vocab}: "
+            f"use the model's own tokenizer, or a config.json with vocab_size {tokens} or more."
+        )
+
+
+def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:
+    """Compile the three programs side by side. Raises OutOfMemoryError with advice."""
+    mesh = sharding.make_mesh(run.mesh)
+    _check_rows(run, mesh)
+    began = time.monotonic()
+    programs = steps.lower(network, run, mesh)
+    options = backend.compiler_options(run)
+
+    def build_one(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        return lowered.compile(compiler_options=options)
+
+    with memory_advice(run, lambda: memory_by_class(programs)), ThreadPoolExecutor(3) as pool:
+        parts = (programs.train, programs.init, programs.evaluate)
+        train, init, evaluate = pool.map(build_one, parts)
+    peak = backend.peak_flops(jax.devices()[0].device_kind)
+    return Job(
+        run=run,
+        network=network,
+        programs=programs,
+        init=init,
+        step=train,
+        evaluate=evaluate,
+        compile_s=time.monotonic() - began,
+        peak_flops=None if peak is None else peak * jax.device_count(),
+    )
+
+
+def _check_rows(run: RunConfig, mesh: jax.sharding.Mesh) -> None:
+    """Every device gets the same number of rows of every micro-batch."""
+    rows = run.train.micro_batch or run.train.batch_size
+    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+    if rows % ways:
+        key = "train.micro_batch" if run.train.micro_batch else "train.batch_size"
+        raise ConfigError(
+            f"{key} = {rows} rows cannot be split evenly over {ways} devices (mesh.replica x "
+            f"mesh.fsdp): make it a multiple of {ways}, for example {-(-rows // ways) * ways}."
+        )
+
+
+def bytes_per_device(tree: Tree) -> int:
+    """Bytes that one device holds of a tree of placed shapes."""
+    shards = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
+    return sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in shards)
+
+
+def memory_by_class(programs: steps.Programs) -> dict[str, int]:
+    """Bytes per device that are known before anything is compiled."""
+    return {
+        "parameters": bytes_per_device(programs.state["params"]),
+        "optimizer": bytes_per_device(programs.state["opt"]),
+    }
+
+
+def describe(run: RunConfig, network: Network) -> dict[str, Any]:
+    """What a dry run tells: sizes and costs, without data, devices or compilation."""
+    spec = network.spec
+    state = jax.eval_shape(lambda: steps.init_state(network, run, np.uint32(0)))
+    size = {
+        key: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state[key]))
+        for key in ("params", "opt")
+    }
+    tokens = run.train.batch_size * run.data.seq_len
+    flops = spec.model_flops_per_token(run.data.seq_len)
+    return {
+        "parameters": spec.parameters(),
+        "layers": len(spec.layers),
+        "vocabulary": spec.vocab,
+        "tokens_per_step": tokens,
+        "tokens": tokens * run.train.steps,
+        "model_flops_per_step": flops * tokens,
+        "parameter_bytes": size["params"],
+        "optimizer_bytes": size["opt"],
+        "gradient_bytes": 4 * spec.parameters(),
+        "summary": (
+            f"{spec.parameters():,} parameters in {len(spec.layers)} layers; {tokens:,} tokens a "
+            f"step, {tokens * run.train.steps:,} in {run.train.steps} steps; "
+            f"{flops * tokens:.3g} model FLOPs a step; memory before activations: parameters "
+            f"{gigabytes(size['params'])}, optimizer {gigabytes(size['opt'])}, gradients "
+            f"{gigabytes(4 * spec.parameters())}"
+        ),
+    }

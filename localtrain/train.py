@@ -1,0 +1,262 @@
+"""THE loop: from a run file to a trained model, readable top to bottom.
+
+`train` decides where the run lives, prepares data and programs, restores or initialises the state,
+and hands over to `_loop`. The loop dispatches step n and then reads the numbers of step n - 1, so
+the device never waits for the host. Order at a boundary: log row, evaluation, save; so a committed
+checkpoint has every row up to its step on disk, and a resumed run writes the same rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from localtrain import runtime
+from localtrain.backend import choose
+from localtrain.checkpoint import Checkpoints
+from localtrain.config import RunConfig, load_run
+from localtrain.data.loader import Corpus, Prefetcher, prepare
+from localtrain.data.tokenizer import Tokenizer, load_tokenizer
+from localtrain.errors import DataError, NonFiniteError, Stopped
+from localtrain.generate import generate
+from localtrain.job import Job, check_vocabulary, compile_job, describe, hub_config, make_network
+from localtrain.metrics import MetricsWriter, read_metrics
+from localtrain.oom import memory_advice
+from localtrain.progress import Progress
+from localtrain.rundir import RunDirectory
+from localtrain.runtime import StopSignal
+from localtrain.steplog import Profiler, StepLog
+
+log = logging.getLogger(__name__)
+Tree = Any
+
+
+@dataclass
+class Result:
+    """How a run ended. Losses are means over trained tokens, in nats; None when not measured."""
+
+    out: str
+    step: int = 0
+    start_loss: float | None = None
+    end_loss: float | None = None
+    eval_loss: float | None = None
+    sample: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)  # of a dry run
+
+
+def train(
+    run: RunConfig | str,
+    backend: str | None = None,
+    out: str | None = None,
+    *,
+    devices: int | None = None,
+    override: bool = False,
+    dry_run: bool = False,
+) -> Result:
+    """Train a run to its last step, resuming what is in its directory.
+
+    run: a RunConfig, or the name, path or URL of a run file. backend: where (None: the best usable
+    one). out: run directory (None: runs/<name>). Raises the errors of `localtrain.errors`;
+    Stopped (75) when a signal ended it after saving.
+    """
+    run = load_run(run) if isinstance(run, str) else run
+    place, why = choose(backend)
+    notes = place.prepare_environment(run, devices)
+    hf = hub_config(run)
+    network = make_network(run, hf, place)
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    check_vocabulary(run, network, tokenizer.size)
+    if dry_run:
+        return Result(out or f"runs/{run.name}", facts=describe(run, network))
+    place.initialize()
+    with StopSignal.install() as stop, RunDirectory.open(out, run, override) as home:
+        stop.nothing_to_save(True)
+        runtime.setup_logging(home.path)
+        for line in (why, *notes, *home.notes):
+            log.info("%s", line)
+        if home.finished:
+            return _result(home)
+        log.info("%s", runtime.describe_host())
+        home.write_model(hf)
+        tokenizer.save(str(home.path / "tokenizer"))
+        cache = run.data.cache or str(home.path / "data")
+        corpus = prepare(run, tokenizer, cache, stop=stop.event)
+        log.info("compiling %s", describe(run, network)["summary"])
+        job = compile_job(run, network, place)
+        log.info("compiled in %.1f s", job.compile_s)
+        return _train(job, corpus, tokenizer, home, stop)
+
+
+def _train(
+    job: Job, corpus: Corpus, tokenizer: Tokenizer, home: RunDirectory, stop: StopSignal
+) -> Result:
+    """Restore or initialise, run the loop, sum up."""
+    run = job.run
+    checkpoints = home.checkpoints(run.checkpoint.keep)
+    with memory_advice(run):
+        state, trained = _start(job, corpus, checkpoints)
+    first = int(state["step"])
+    with (
+        MetricsWriter(home.path, first) as metrics,
+        Progress(run.train.steps) as progress,
+        Prefetcher(
+            corpus.train, run.train.batch_size, first, run.data.prefetch, stop.event, job.place
+        ) as feed,
+        memory_advice(run),
+    ):
+        metrics.text("run", f"```yaml\n{run.to_yaml()}```")
+        desk = StepLog(job, metrics, progress, trained)
+        try:
+            state = _loop(job, state, feed, corpus, checkpoints, desk, stop, home)
+        finally:
+            checkpoints.close()
+        result = _result(home)
+        if stop.requested:
+            raise Stopped(
+                f"stopped by {stop.reason} at step {int(state['step'])} of {run.train.steps}; "
+                f"the checkpoint is saved. Start the same command again to go on."
+            )
+        result.sample = sample_text(job, state["params"], tokenizer)
+        metrics.text("sample", result.sample, run.train.steps)
+    return result
+
+
+def _start(job: Job, corpus: Corpus, checkpoints: Checkpoints) -> tuple[Tree, int]:
+    """(state, trained tokens so far): the newest good checkpoint, or step 0."""
+    if checkpoints.latest() is None:
+        return job.fresh_state(), 0
+    state, meta = checkpoints.restore(None, job.programs.state)
+    changed = corpus.explain_change(meta["data"])
+    if changed:
+        raise DataError(
+            f"the data changed since step {meta['step']} was saved, so the run cannot go on "
+            f"exactly: {changed}. Restore the files, or start a new run with another --out."
+        )
+    return state, meta["trained_tokens"]
+
+
+def _loop(
+    job: Job,
+    state: Tree,
+    feed: Prefetcher,
+    corpus: Corpus,
+    checkpoints: Checkpoints,
+    desk: StepLog,
+    stop: StopSignal,
+    home: RunDirectory,
+) -> Tree:
+    """Train until the last step or a stop signal; returns the last state, saved."""
+    run = job.run
+    saved = step = int(state["step"])
+    saved_at = time.monotonic()
+    profiler = Profiler(run.train.profile, home.path / "profile")
+
+    def save(state: Tree, step: int, block: bool = False) -> None:
+        desk.metrics.flush()
+        meta = {
+            "seed": run.seed,
+            "trained_tokens": desk.trained,
+            "data": corpus.fingerprint,
+            "run": run.to_dict(),
+            "stacks": job.network.layout,
+        }
+        desk.save_block_s += checkpoints.save(step, state, meta, block)
+
+    def evaluate_if_due(state: Tree, step: int) -> None:
+        every = run.eval.every
+        due = step == run.train.steps or (every and step % every == 0)
+        if due and corpus.eval.rows and not desk.has_eval(step):
+            desk.eval_row(step, evaluate(job, state["params"], corpus, stop))
+
+    if step:
+        evaluate_if_due(state, step)  # a stop may have come between the step and its evaluation
+    try:
+        while step < run.train.steps and not stop.requested:
+            batch, wait = feed.next(step)
+            if batch is None:  # the stop came while waiting for data
+                break
+            stop.nothing_to_save(False)
+            profiler.before(step + 1)
+            with jax.transfer_guard("disallow"):
+                state, numbers = job.step(state, batch, job.number(step))
+            desk.read()  # the step before, while this one runs
+            desk.dispatched(step, numbers, wait)
+            checkpoints.check()
+            step += 1
+            profiler.after(step, state)
+            last = step == run.train.steps
+            minutes = run.checkpoint.every_minutes
+            save_due = last or step % run.checkpoint.every == 0
+            if minutes and time.monotonic() - saved_at > 60 * minutes:
+                save_due = True
+            eval_due = last or (run.eval.every and step % run.eval.every == 0)
+            if save_due or eval_due or stop.requested:
+                desk.read()
+                evaluate_if_due(state, step)
+                if save_due:
+                    save(state, step)
+                    saved, saved_at = step, time.monotonic()
+                desk.resume_clock()
+        desk.read()
+    except NonFiniteError:
+        # The bad update was not applied and nothing after it was: this is the last good state.
+        good = int(state["step"])
+        if good > saved:
+            save(state, good, block=True)
+        raise
+    finally:
+        profiler.stop(state)
+    if step > saved:
+        save(state, step, block=True)
+    checkpoints.wait()
+    desk.metrics.flush()
+    return state
+
+
+def evaluate(job: Job, params: Tree, corpus: Corpus, stop: StopSignal) -> tuple[float, int] | None:
+    """(mean loss, trained tokens) over held-out rows, each once; None when a stop came between."""
+    run = job.run
+    totals = []
+    for batch in corpus.eval.eval_batches(run.train.batch_size, run.eval.batches):
+        if stop.requested:
+            return None
+        totals.append(job.evaluate(params, job.place(batch)))
+    nll, tokens = np.sum(np.asarray(jax.device_get(totals), np.float64), axis=0)
+    return float(nll / max(tokens, 1)), int(tokens)
+
+
+def sample_text(job: Job, params: Tree, tokenizer: Tokenizer, tokens: int = 200) -> str:
+    """A short continuation of `eval.prompt`, from a fixed seed."""
+    prompt = list(tokenizer.encode(job.run.eval.prompt))
+    if tokenizer.bos_id is not None:
+        prompt.insert(0, tokenizer.bos_id)
+    stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    ids = generate(
+        job.network,
+        params,
+        np.array([prompt or [stops[0]]], np.int32),
+        max_new_tokens=tokens,
+        temperature=0.8,
+        stop_ids=stops,
+        seed=job.run.seed,
+    )[0]
+    return job.run.eval.prompt + tokenizer.decode([int(i) for i in ids if i not in stops])
+
+
+def _result(home: RunDirectory) -> Result:
+    """What the log on disk says about the run so far, this attempt and those before."""
+    rows = read_metrics(home.path)
+    losses = [row for row in rows if "loss" in row]
+    evals = [row for row in rows if "eval_loss" in row]
+    return Result(
+        out=str(home.path),
+        step=losses[-1]["step"] if losses else home.step,
+        start_loss=losses[0]["loss"] if losses else None,
+        end_loss=losses[-1]["loss"] if losses else None,
+        eval_loss=evals[-1]["eval_loss"] if evals else None,
+    )
