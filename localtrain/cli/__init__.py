@@ -1,0 +1,88 @@
+"""The command line: parse, load, call one function of the core.
+
+Nothing heavy is imported before a command runs: `--help` takes a tenth of a second, and a mistake
+in a run file is reported before jax is loaded. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import click
+
+from localtrain.cli.data import data
+from localtrain.cli.doctor import doctor
+from localtrain.cli.frame import Group, help_alone
+from localtrain.cli.models import models
+from localtrain.cli.show import backends, config
+from localtrain.cli.train import TASK_COMMANDS, train
+from localtrain.errors import LocaltrainError, Stopped
+
+BUG = (
+    "this is a bug of localtrain, not of your run: please report it with the lines above and the "
+    "output of `localtrain doctor`"
+)
+
+
+@click.group(cls=Group)
+@click.version_option(package_name="localtrain", message="localtrain %(version)s")
+@click.pass_context
+def app(context: click.Context) -> None:
+    """Train language models with JAX: on a laptop, a GPU box or a TPU slice.
+
+    \b
+    Start here:  localtrain train quickstart
+    Keys:        localtrain config
+    """
+    help_alone(context)
+
+
+for _command in (train, *TASK_COMMANDS, models, backends, config, doctor, data):
+    app.add_command(_command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; returns the exit code. Every error becomes one paragraph on stderr."""
+    debug = "--debug" in arguments
+    try:
+        status = app.main(args=arguments, prog_name="localtrain", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except LocaltrainError as error:
+        return _report(str(error), error.exit_code, debug)
+    except click.ClickException as error:
+        return _report(_usage(error), 2, debug)
+    except (KeyboardInterrupt, click.Abort):
+        return _report("stopped by a signal; start the same command again", Stopped.exit_code)
+    except BrokenPipeError:  # `localtrain models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        traceback.print_exc()
+        return _report(BUG, 1)
+
+
+def _report(message: str, code: int, debug: bool = False) -> int:
+    from localtrain.config.secret import mask
+
+    if debug:
+        traceback.print_exc()
+    print(f"error: {mask(message)}", file=sys.stderr)
+    return code
+
+
+def _usage(error: click.ClickException) -> str:
+    message = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    if isinstance(error, click.NoSuchOption) and "." in error.option_name:
+        key = error.option_name.lstrip("-")
+        return f"{message} Keys are written without dashes: {key}=VALUE"
+    path = context.command_path if context else "localtrain"
+    return f"{message} See `{path} --help`"
