@@ -15,6 +15,7 @@ import numpy as np
 
 from localtrain.errors import DataError
 
+Contents = dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape)
 _SHOWN = 8  # names listed in an error
 
 
@@ -33,20 +34,21 @@ def to_host(tree: Any) -> dict[str, np.ndarray]:
     On CPU a device array and its numpy view share memory, hence copies and never views.
     """
     named = name_leaves(tree)
-    for name, leaf in named.items():
-        if not isinstance(leaf, jax.Array):
-            continue
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise TypeError(f"{name} is a typed key: save jax.random.key_data(key)")
-        if not leaf.is_fully_addressable:
-            raise NotImplementedError(f"{name} spans several processes: not supported yet")
-        leaf.copy_to_host_async()  # all transfers at once, collected below
-    return {name: np.array(leaf, copy=True) for name, leaf in named.items()}
+    with jax.transfer_guard_device_to_host("allow"):  # these transfers are meant
+        for name, leaf in named.items():
+            if not isinstance(leaf, jax.Array):
+                continue
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise TypeError(f"{name} is a typed key: save jax.random.key_data(key)")
+            if not leaf.is_fully_addressable:
+                raise NotImplementedError(f"{name} spans several processes: not supported yet")
+            leaf.copy_to_host_async()  # all transfers at once, collected below
+        return {name: np.array(leaf, copy=True) for name, leaf in named.items()}
 
 
-def describe(leaves: dict[str, np.ndarray]) -> dict[str, Any]:
-    """name -> [dtype, shape], the table of contents in meta.json."""
-    return {name: [leaf.dtype.name, list(leaf.shape)] for name, leaf in leaves.items()}
+def describe(leaves: dict[str, np.ndarray]) -> Contents:
+    """The table of contents in meta.json."""
+    return {name: (leaf.dtype.name, leaf.shape) for name, leaf in leaves.items()}
 
 
 def write(folder: Path, leaves: dict[str, np.ndarray]) -> None:
@@ -68,7 +70,7 @@ def write(folder: Path, leaves: dict[str, np.ndarray]) -> None:
         handler.close()
 
 
-def read(folder: Path, contents: dict[str, Any], template: Any) -> Any:
+def read(folder: Path, contents: Contents, template: Any) -> Any:
     """Read the template's leaves from a folder (checked before with `compare`)."""
     import orbax.checkpoint as ocp
     from etils import epath
@@ -97,7 +99,7 @@ def read(folder: Path, contents: dict[str, Any], template: Any) -> Any:
 
 
 def compare(
-    contents: dict[str, Any], template: Any, folder: Path, partial: bool, cast: bool
+    contents: Contents, template: Any, folder: Path, partial: bool, cast: bool
 ) -> None:
     """Raise a DataError that names the leaves in which checkpoint and template differ."""
     wanted = name_leaves(template)
@@ -110,8 +112,8 @@ def compare(
         if name not in contents:
             continue
         dtype, shape = contents[name]
-        if tuple(shape) != tuple(leaf.shape):
-            shapes.append(f"{name} {tuple(shape)} instead of {tuple(leaf.shape)}")
+        if shape != tuple(leaf.shape):
+            shapes.append(f"{name} {shape} instead of {tuple(leaf.shape)}")
         elif dtype != np.dtype(leaf.dtype).name and not cast:
             dtypes.append(f"{name} {dtype} instead of {np.dtype(leaf.dtype).name}")
     problems += _list("of another shape", shapes) + _list("of another dtype", dtypes)

@@ -12,7 +12,6 @@ platform, and onto whatever shardings the template carries. Nothing here reads a
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -26,35 +25,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from localtrain import arrays, commit, storage
-from localtrain.errors import ConfigError, DataError, StorageError
+from localtrain import arrays, commit
+from localtrain.errors import StorageError
+from localtrain.restore import META, CheckpointReader, find_checkpoint, restore_params
+
+__all__ = ["CheckpointReader", "Checkpoints", "find_checkpoint", "restore_params"]
 
 log = logging.getLogger(__name__)
 
-META = "meta.json"
 _TMP = re.compile(r"tmp-\d+-[0-9a-f]{16}")
 _RETRY_AFTER_S = 1.0
 
 
-class Checkpoints:
-    """The checkpoints of one run: a folder with one sub-folder per step.
+class Checkpoints(CheckpointReader):
+    """The checkpoints of one run, to be written (and read).
 
     One writer at a time (the lock of the run directory sees to it); any number of readers.
     `token` marks this writer's files: 16 hex digits, made up when not given.
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int = 3, token: str | None = None):
-        if storage.is_url(folder):
-            raise ConfigError(f"Checkpoints at a URL are not supported yet: {folder}.")
-        self.folder = Path(os.path.abspath(storage.local_path(folder)))
+        super().__init__(folder)
         self.keep = keep
         self.token = token or secrets.token_hex(8)
         self._thread: threading.Thread | None = None
         self._failure: StorageError | None = None
-        self._damaged: set[int] = set()
         self._swept = False
-
-    # ---- writing
 
     def save(self, step: int, state: Any, meta: dict[str, Any], block: bool = False) -> float:
         """Save in the background; returns the seconds the caller was blocked.
@@ -108,7 +104,8 @@ class Checkpoints:
 
     def _save_with_retry(self, step: int, leaves: dict[str, np.ndarray], meta: bytes) -> None:
         for attempt in (1, 2):
-            tmp = self.folder / f"tmp-{step}-{self.token}"
+            token = self.token if attempt == 1 else secrets.token_hex(8)  # in case it cannot go
+            tmp = self.folder / f"tmp-{step}-{token}"
             try:
                 self._write(tmp, step, leaves, meta)
                 return
@@ -129,21 +126,28 @@ class Checkpoints:
         arrays.write(tmp, leaves)
         commit.write_durably(tmp / META, meta)
         commit.write_commit(tmp, {"step": step, "token": self.token})
-        final = self.folder / str(step)
-        if os.path.lexists(final):  # damaged or foreign: keep it for its owner, out of the way
-            aside = self.folder / f"damaged-{step}-{self.token}-{secrets.token_hex(2)}"
-            final.rename(aside)
-            log.warning("%s was not a usable checkpoint; it is now %s", final, aside.name)
-        tmp.rename(final)
-        commit.sync_folder(self.folder)
+        self._publish(tmp, step)
         self._damaged.discard(step)
         self._prune(step)
 
+    def _publish(self, tmp: Path, step: int) -> None:
+        """The commit: give the finished folder its final name."""
+        final = self.folder / str(step)
+        if os.path.lexists(final):  # damaged or foreign: keep it for its owner, out of the way
+            aside = self.folder / f"damaged-{step}-{secrets.token_hex(8)}"
+            final.rename(aside)
+            log.warning("%s was not a usable checkpoint; it is now %s", final, aside.name)
+        tmp.rename(final)
+        try:
+            commit.sync_folder(self.folder)
+        except OSError as error:  # it is there; only a power cut in this second could undo it
+            log.warning("%s could not be synced: %s", self.folder, error)
+
     def _prune(self, just_saved: int) -> None:
         """Delete all but the newest `keep`; only now, when a newer one is committed."""
-        steps = [step for step in self.steps() if step not in self._damaged]
+        steps = [step for step in self._committed_now() if step not in self._damaged]
         for step in steps[: -self.keep] if self.keep > 0 else []:
-            if step == just_saved:
+            if step == just_saved or (self.folder / str(step)).is_symlink():
                 continue
             trash = self.folder / f"tmp-{step}-{secrets.token_hex(8)}"
             try:
@@ -162,137 +166,11 @@ class Checkpoints:
                 shutil.rmtree(entry.path, ignore_errors=True)
         self._swept = True
 
-    # ---- reading
-
-    def steps(self) -> list[int]:
-        """Committed steps in rising order: an intact commit.json and every listed file there."""
-        found = []
-        for step in self._numbered():
-            try:
-                commit.read_commit(self.folder / str(step))
-            except DataError:
-                continue
-            found.append(step)
-        return found
-
-    def latest(self) -> int | None:
-        """The newest committed step; None when there is no checkpoint at all.
-
-        Raises DataError when there are checkpoints but not one can be believed: starting over
-        without a word would be the worst answer.
-        """
-        steps = self.steps()
-        if steps:
-            return steps[-1]
-        problems = []
-        for step in self._numbered():
-            folder = self.folder / str(step)
-            try:
-                commit.read_commit(folder)
-            except DataError as error:
-                if any(folder.iterdir()):
-                    problems.append(str(error))
-        if problems:
-            raise _all_damaged(self.folder, problems)
-        return None
-
-    def read_meta(self, step: int | None = None, strict: bool = False) -> tuple[int, dict]:
-        """(step, meta) of the newest checkpoint that is intact, or of `step`; all files checked.
-
-        Raises DataError as `restore` does.
-        """
-        if step is not None:
-            return step, self._checked_meta(step)
-        problems = []
-        for candidate in reversed(self._numbered()):
-            try:
-                meta = self._checked_meta(candidate)
-            except DataError as error:
-                if strict and not isinstance(error, commit.Uncommitted):
-                    raise
-                problems.append(str(error))
-                self._damaged.add(candidate)
-                continue
-            if problems:
-                log.warning("%s Falling back to step %d.", " ".join(problems), candidate)
-            return candidate, meta
-        if problems:
-            raise _all_damaged(self.folder, problems)
-        raise DataError(f"There is no checkpoint in {self.folder}.")
-
-    def restore(
-        self,
-        step: int | None,
-        template: Any,
-        strict: bool = False,
-        partial: bool = False,
-        cast: bool = False,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Read the state of `step` (None: the newest) onto `template`; returns (state, meta).
-
-        template: pytree of jax.ShapeDtypeStruct or arrays; a sharding on a leaf is used, else
-        the default device. Size and crc32c of every file are checked first. A damaged newest
-        checkpoint is named in a warning and the one before is used; with `strict`, or a given
-        step, it is a DataError. Other arrays than the template's are a DataError that names
-        them, but `partial` reads a part of the checkpoint and `cast` converts dtypes.
-        """
-        step, meta = self.read_meta(step, strict)
-        folder = self.folder / str(step)
-        arrays.compare(meta["arrays"], template, folder, partial=partial, cast=cast)
-        return arrays.read(folder, meta["arrays"], template), meta
-
-    def _checked_meta(self, step: int) -> dict[str, Any]:
-        folder = self.folder / str(step)
-        if not folder.is_dir():
-            have = ", ".join(map(str, self.steps())) or "none"
-            raise DataError(f"There is no checkpoint of step {step} in {self.folder}: {have}.")
-        record = commit.read_commit(folder)
-        commit.verify(folder, record)
-        if record.get("step") != step:
-            raise commit.Damaged(f"{folder} holds step {record.get('step')}: it was renamed.")
-        return json.loads((folder / META).read_bytes())
-
-    def _numbered(self) -> list[int]:
-        """Steps with a folder of that name, committed or not, in rising order."""
-        try:
-            names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d*", name))
-
     def _committed_now(self) -> list[int]:
         try:
             return self.steps()
         except OSError:
             return []
-
-
-def find_checkpoint(path: str | os.PathLike) -> tuple[Checkpoints, int | None]:
-    """Understand a run directory, its `checkpoints` folder, or the folder of one step.
-
-    Returns the checkpoints and the step that was meant (None: the newest). Raises DataError.
-    """
-    folder = Path(os.path.abspath(storage.local_path(path)))
-    if (folder / commit.COMMIT).is_file() and folder.name.isdigit():
-        return Checkpoints(folder.parent), int(folder.name)
-    for candidate in (folder / "checkpoints", folder):
-        found = Checkpoints(candidate)
-        if found._numbered():
-            return found, None
-    raise DataError(f"{folder} holds no checkpoint: give a run directory or a checkpoint folder.")
-
-
-def restore_params(
-    path: str | os.PathLike, template: Any, step: int | None = None
-) -> tuple[Any, dict[str, Any]]:
-    """Read only `params` of a run's newest checkpoint (or of `step`), cast to the template.
-
-    template: the tree of parameters. Returns (params, meta). Raises DataError as `restore`.
-    """
-    found, named = find_checkpoint(path)
-    want = {"params": template}
-    state, meta = found.restore(named if step is None else step, want, partial=True, cast=True)
-    return state["params"], meta
 
 
 def versions() -> dict[str, str]:
@@ -311,13 +189,6 @@ def versions() -> dict[str, str]:
 
 def _first(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-def _all_damaged(folder: Path, problems: list[str]) -> DataError:
-    return DataError(
-        f"No checkpoint in {folder} can be used. {' '.join(problems)} "
-        f"Restore the files from a copy, or start over in another directory (--out)."
-    )
 
 
 def _storage_error(
