@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from localtrain.errors import ConfigError, nearest
+from localtrain.models.aliases import ALIASES
 from localtrain.models.hub import HubConfig
-from localtrain.models.weights import Rule
+from localtrain.models.weights import Table
 from localtrain.nn.spec import Model
 
-FAMILIES = {"qwen2": "qwen", "qwen3": "qwen"}  # model_type -> file in this folder
+FAMILIES = {  # model_type -> file in this folder
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen",
+    "qwen3": "qwen",
+}
 
 
 def presets() -> list[str]:
@@ -22,22 +30,23 @@ def presets() -> list[str]:
 
 
 def read_hub_config(name: str) -> dict[str, Any]:
-    """The config.json of a preset, of a local folder, or of a file itself."""
-    for path in _preset_files():
-        if path.name == f"{name.lower()}.json":
-            return _parse(path.read_text(), str(name))
+    """The config.json of a local folder or file, else of a preset or its alias."""
     path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise ConfigError(f"{name}: this folder has no config.json, so it is not a Hub model.")
-    if not path.is_file():
-        guess = nearest(name.lower(), presets())
-        hint = f"; did you mean {guess}?" if guess else ""
+    if not path.exists():
+        base, changes = ALIASES.get(name.lower(), (name.lower(), {}))
+        for preset in _preset_files():
+            if preset.name == f"{base}.json":
+                return _parse(preset.read_text(), name) | changes
+        guess = nearest(name.lower(), [*presets(), *ALIASES])
+        hint = f"; did you mean {guess}?" if guess else "."
         raise ConfigError(
             f"model {name!r}: neither a preset nor a local folder{hint} "
             "`localtrain models` lists the presets."
         )
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{name}: this folder has no config.json, so it is not a Hub model.")
     return _parse(path.read_text(), str(path))
 
 
@@ -54,7 +63,7 @@ def spec_from(hf: Mapping[str, Any], where: str = "config.json") -> Model:
     return made
 
 
-def rules_from(hf: Mapping[str, Any], where: str = "config.json") -> list[Rule]:
+def rules_from(hf: Mapping[str, Any], where: str = "config.json") -> Table:
     """The weight rules of a Hub config."""
     config = HubConfig(hf, where)
     return _family(config).weights(config)
@@ -89,5 +98,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON ({error}); fetch the file again.") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: a config.json must hold an object, not a {type(values)}.")
+        raise ConfigError(
+            f"{where}: a config.json must hold an object, not a {type(values).__name__}."
+        )
     return values

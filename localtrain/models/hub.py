@@ -66,6 +66,7 @@ class HubConfig(Mapping):
         self.values_by_key = dict(values)
         self.where = where
         self.read: set[str] = set()
+        self.sections: dict[str, HubConfig] = {}
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
@@ -95,10 +96,26 @@ class HubConfig(Mapping):
         for key, expected in ONLY.items():
             if key not in self.read:
                 self.require(key, expected)
+        for part in self.sections.values():
+            part.refuse_variants()
 
     def unread(self) -> list[str]:
         """Keys that were neither read nor are known to have no effect."""
-        return sorted(set(self.values_by_key) - self.read - NO_EFFECT)
+        own = sorted(set(self.values_by_key) - self.read - NO_EFFECT)
+        return own + [f"{n}.{key}" for n, part in self.sections.items() for key in part.unread()]
+
+    def ignore(self, *keys: str) -> None:
+        """Keys that matter elsewhere (images, say) but not to the maths of the text model."""
+        self.read.update(keys)
+
+    def section(self, key: str) -> HubConfig:
+        """A nested config, whose unread keys count as this one's."""
+        if key not in self.sections:
+            value = self[key]
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{self.where}: `{key}` must be an object.")
+            self.sections[key] = HubConfig(value, f"{self.where}: {key}")
+        return self.sections[key]
 
     # typed look-ups -----------------------------------------------------------------------------
 
@@ -188,9 +205,13 @@ class HubConfig(Mapping):
                 )
         return types
 
-    def rope(self, head_dim: int, layer_type: str | None = None) -> Rope:
-        """The rotary embedding, from either dialect (nested per layer type where asked)."""
-        theta, scaling, where = self.get("rope_theta"), self.get("rope_scaling"), "rope_scaling"
+    def rope(self, head_dim: int, layer_type: str | None = None, theta: float = 10000.0) -> Rope:
+        """The rotary embedding, from either dialect (nested per layer type where asked).
+
+        `theta` is the class's default where the file gives none.
+        """
+        theta, scaling = self.get("rope_theta", theta), self.get("rope_scaling")
+        where = "rope_scaling"
         parameters = self.get("rope_parameters")
         if parameters is not None:
             where = "rope_parameters"
@@ -206,7 +227,7 @@ def make_rope(
     hf: HubConfig, head_dim: int, theta: Any, scaling: Mapping | None, where: str
 ) -> Rope:
     """A Rope of `theta` and a scaling dict, all of whose keys must be known."""
-    theta = 10000.0 if theta is None else theta  # the default of every class that has one
+    theta = 10000.0 if theta is None else theta
     values = HubConfig(scaling or {}, f"{hf.where}: {where}")
     kind = values.get("rope_type", values.get("type", "default"))
     makers = {"default": _no_scaling, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

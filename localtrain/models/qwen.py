@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from localtrain.errors import ConfigError
 from localtrain.models.hub import HubConfig
-from localtrain.models.weights import Rule, attention_rules, decoder_rules, norm_after_mixer
+from localtrain.models.weights import Table, attention_rules, decoder_rules, norm_after_mixer
 from localtrain.nn.spec import Glu, Gqa, Layer, Model
 
 
@@ -61,6 +61,6 @@ def windows(hf: HubConfig) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def weights(hf: HubConfig) -> list[Rule]:
+def weights(hf: HubConfig) -> Table:
     tied = hf.flag("tie_word_embeddings", False)
-    return [*decoder_rules(tied), norm_after_mixer(), *attention_rules()]
+    return Table([*decoder_rules(tied), norm_after_mixer(), *attention_rules()])

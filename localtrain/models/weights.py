@@ -34,6 +34,17 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Table:
+    """The rules of a family, and the prefixes of tensors that are carried along untrained."""
+
+    rules: list[Rule]
+    carried: tuple[str, ...] = ()
+
+    def is_carried(self, name: str) -> bool:
+        return name.startswith(self.carried)
+
+
+@dataclass(frozen=True)
 class Entry:
     """One Hub tensor: where its values live in our tree."""
 
@@ -62,11 +73,11 @@ class Entry:
         return np.ascontiguousarray(array.reshape(self.shape))
 
 
-def expand(rules: list[Rule], network) -> dict[str, Entry]:
-    """Every Hub tensor of a network; each parameter is covered exactly once."""
+def expand(table: Table, network) -> dict[str, Entry]:
+    """Every Hub tensor that a network uses, by name; each parameter is covered."""
     shapes = _flatten(network.shapes)
     entries: dict[str, Entry] = {}
-    for rule in rules:
+    for rule in table.rules:
         if "{layer}" not in rule.hub:
             entries.update(_entries(rule, "", (), rule.hub, shapes, network.spec.vocab))
             continue
@@ -193,13 +204,13 @@ def export_tensors(entries: dict[str, Entry], tree: dict) -> Iterator[tuple[str,
 def check_tensors(
     entries: dict[str, Entry],
     shapes: dict[str, tuple[int, ...]],
-    is_carried: Callable[[str], bool],
+    table: Table,
     where: str,
     tied: bool,
 ) -> None:
     """DataError unless the file's tensors are exactly those the model uses or carries."""
     missing = [name for name in entries if name not in shapes]
-    extra = [name for name in shapes if name not in entries and not is_carried(name)]
+    extra = [name for name in shapes if name not in entries and not table.is_carried(name)]
     wrong = [
         f"{name} is {list(shapes[name])}, the config gives {list(entry.shape)}"
         for name, entry in entries.items()
