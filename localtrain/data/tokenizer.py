@@ -38,6 +38,8 @@ class Tokenizer(Protocol):
     size: int  # one more than the largest id
     bos_id: int | None  # put before a document, or None
     eos_id: int | None  # put after a document, or None
+    prefix: tuple[int, ...]  # all that is put before a document: () or (bos_id,)
+    suffix: tuple[int, ...]  # all that is put after it: () or (eos_id,)
     stop_ids: tuple[int, ...]  # ids that end a generated text
     special: dict[str, int]
     hash: str  # changes when any id or marker could change
@@ -60,13 +62,13 @@ def mark_document(
     ids: np.ndarray, tokenizer: Tokenizer, begins: bool = True, ends: bool = True
 ) -> np.ndarray:
     """[bos if there is one] + ids + [eos]; a marker that is there already is not doubled."""
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    front = begins and bos is not None and (len(ids) == 0 or ids[0] != bos)
-    back = ends and eos is not None
-    if not front and not back:
+    head, tail = tokenizer.prefix, tokenizer.suffix
+    if not begins or (head and tuple(ids[: len(head)].tolist()) == head):
+        head = ()
+    if not ends or (tail and tuple(ids[-len(tail) :].tolist()) == tail):
+        tail = ()
+    if not head and not tail:
         return ids
-    head = [bos] if front else []
-    tail = [eos] if back else []
     return np.concatenate([np.array(head, np.int32), ids, np.array(tail, np.int32)])
 
 
@@ -77,6 +79,8 @@ class ByteTokenizer:
     size = 264
     bos_id = 256
     eos_id = 256
+    prefix = (256,)
+    suffix = (256,)
     stop_ids = (256, 258)
     special = {
         "<|endoftext|>": 256,
