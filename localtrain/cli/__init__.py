@@ -52,9 +52,12 @@ def run(arguments: list[str]) -> int:
     """Run one command; returns the exit code. Every error becomes one paragraph on stderr."""
     debug = "--debug" in arguments
     try:
-        status = app.main(args=arguments, prog_name="localtrain", standalone_mode=False)
+        with app.make_context("localtrain", list(arguments)) as context:
+            app.invoke(context)
         sys.stdout.flush()
-        return status if isinstance(status, int) else 0
+        return 0
+    except click.exceptions.Exit as request:  # --help and --version
+        return request.exit_code
     except LocaltrainError as error:
         return _report(str(error), error.exit_code, debug)
     except click.ClickException as error:

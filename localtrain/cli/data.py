@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
+
 import click
 
-from localtrain.cli.frame import Command, Group, help_alone
+from localtrain.cli.frame import Command, Group, help_alone, json_option, print_json
+from localtrain.errors import ConfigError
 
 
 @click.group(cls=Group)
@@ -16,19 +21,70 @@ def data(context: click.Context) -> None:
 
 @data.command(cls=Command)
 @click.argument("sources", metavar="SRC...", nargs=-1, required=True)
-@click.option("--tokenizer", default="byte", metavar="T", help="byte, or a tokenizer.json.")
+@click.option("--tokenizer", metavar="T", help="byte (the default), or a tokenizer.json.")
 @click.option("--out", required=True, metavar="URL", help="Folder for the shards.")
 @click.option(
     "--train-tokenizer",
-    type=click.IntRange(min=300),
+    type=int,
     metavar="N",
     help="First train a byte-level BPE tokenizer of N tokens on the sources.",
 )
-def build(sources: tuple[str, ...], tokenizer: str, out: str, train_tokenizer: int | None) -> None:
+@json_option
+def build(
+    sources: tuple[str, ...],
+    tokenizer: str | None,
+    out: str,
+    train_tokenizer: int | None,
+    as_json: bool,
+) -> None:
     """Turn documents into token shards.
 
-    SRC... are paths, globs, folders or URLs; `train` reads the result as a source.
+    SRC... are paths, globs, folders or URLs; `train` reads the result as a source. The tokenizer
+    is stored beside the shards, in URL/tokenizer.
     """
-    from localtrain.data import build as building
+    if tokenizer and train_tokenizer:
+        raise ConfigError("--tokenizer and --train-tokenizer are both given; choose one of them")
+    from localtrain import storage
+    from localtrain.data.build import build_dataset
+    from localtrain.data.build import train_tokenizer as train_on
+    from localtrain.data.tokenizer import load_tokenizer
+    from localtrain.runtime import StopSignal
 
-    building.build_command(sources, tokenizer, out, train_tokenizer)
+    progress = _progress()
+    with StopSignal.install() as stop:
+        if train_tokenizer:
+            made = train_on(list(sources), train_tokenizer, progress=progress, stop=stop.event)
+        else:
+            made = load_tokenizer(tokenizer or "byte")
+        index = build_dataset(list(sources), made, out, progress=progress, stop=stop.event)
+        made.save(storage.join(out, "tokenizer"))
+    facts = {
+        "out": out,
+        "tokenizer": storage.join(out, "tokenizer"),
+        "vocabulary": made.size,
+        "documents": index.documents,
+        "tokens": index.tokens,
+        "skipped": index.skipped,
+    }
+    if as_json:
+        return print_json(facts)
+    skipped = "".join(f", {count:,} skipped: {why}" for why, count in index.skipped.items())
+    click.echo(f"{out}: {index.documents:,} documents, {index.tokens:,} tokens{skipped}")
+    click.echo(f"use it: data.sources={out} data.tokenizer={facts['tokenizer']}")
+
+
+def _progress(every_s: float = 2.0) -> Callable[[str, int, int | None], None]:
+    """Lines on stderr, one in two seconds at most; on a terminal one line that is rewritten."""
+    last = time.monotonic()
+    live = sys.stderr.isatty()
+
+    def report(stage: str, done: int, total: int | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < (0.1 if live else every_s):
+            return
+        last = now
+        share = f" {done / total:4.0%} of {total / 1e6:,.1f} MB" if total else ""
+        click.echo(f"\r\x1b[K{stage}{share}" if live else f"{stage}{share}", err=True, nl=not live)
+
+    return report

@@ -2,41 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from localtrain.cli.frame import Command, backend_options
+from localtrain.cli.frame import Command, backend_options, json_option, print_json
 from localtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from localtrain.config import RunConfig
+    from localtrain.train import Result
 
 TASKS = ("sft", "dpo", "distill", "rl")
 BUILT = ("pretrain",)  # what this version can train
 
 
-def _options(command):
+def _options(command: Callable) -> Callable:
     for decorate in (
-        click.argument("run", metavar="RUN"),
-        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1),
-        backend_options,
-        click.option("--out", metavar="URL", help="Run directory; default: runs/<name>."),
-        click.option(
-            "--dry-run", is_flag=True, help="Print the resolved run and its size; start nothing."
-        ),
         click.option("--override", is_flag=True, help="Go on in --out although the run differs."),
-    )[::-1]:
+        click.option("--dry-run", is_flag=True, help="Print the resolved run and its size only."),
+        json_option,
+        click.option("--out", metavar="URL", help="Run directory; default: runs/<name>."),
+        backend_options,
+        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1),
+        click.argument("run", metavar="RUN"),
+    ):
         command = decorate(command)
     return command
 
 
-def _start(run, overrides, backend, devices, out, dry_run, override, task=None) -> None:
+def _start(
+    run: str,
+    overrides: tuple[str, ...],
+    backend: str | None,
+    devices: int | None,
+    out: str | None,
+    dry_run: bool,
+    override: bool,
+    as_json: bool,
+    task: str | None = None,
+) -> None:
     from localtrain.backend import choose
     from localtrain.config import load_run
 
     loaded = load_run(run, overrides)
     _check_task(loaded.task, task)
-    choose(backend)  # a backend that cannot be used is said before jax is loaded
+    choose(backend)  # a backend that cannot be used is refused before jax is loaded
 
     from localtrain.train import train as start
 
-    start(loaded, backend=backend, out=out, devices=devices, override=override, dry_run=dry_run)
+    result = start(
+        loaded, backend=backend, out=out, devices=devices, override=override, dry_run=dry_run
+    )
+    if as_json:
+        print_json(_document(loaded, result, dry_run))
+    else:
+        click.echo(_plan(loaded, result) if dry_run else _summary(result))
 
 
 def _check_task(task: str, command: str | None) -> None:
@@ -51,9 +73,36 @@ def _check_task(task: str, command: str | None) -> None:
         )
 
 
+def _document(run: RunConfig, result: Result, dry_run: bool) -> dict[str, Any]:
+    if dry_run:
+        return {"run": run.to_dict(), "out": result.out, **result.facts}
+    names = ("out", "step", "start_loss", "end_loss", "eval_loss", "sample")
+    return {name: getattr(result, name) for name in names}
+
+
+def _plan(run: RunConfig, result: Result) -> str:
+    """A run file: the resolved run, and what it costs as comments."""
+    facts = [
+        f"# {key}: {value if isinstance(value, str) else format(value, ',')}"
+        for key, value in result.facts.items()
+    ]
+    return run.to_yaml() + "\n".join(["", f"# out: {result.out}", *facts, "# nothing was started"])
+
+
+def _summary(result: Result) -> str:
+    lines = [f"{result.out}: {result.step} steps"]
+    if result.start_loss is not None and result.end_loss is not None:
+        lines[0] += f", loss {result.start_loss:.4f} -> {result.end_loss:.4f}"
+    if result.eval_loss is not None:
+        lines[0] += f", eval loss {result.eval_loss:.4f}"
+    if result.sample:
+        lines += ["sample:", result.sample]
+    return "\n".join(lines)
+
+
 @click.command(cls=Command)
 @_options
-def train(**arguments) -> None:
+def train(**arguments: Any) -> None:
     """Train, or go on training.
 
     RUN is a packaged run such as 'quickstart', a preset such as 'qwen3-0.6b', a run file or a URL.
@@ -66,7 +115,7 @@ def train(**arguments) -> None:
 
 
 def _task_command(task: str) -> click.Command:
-    def start(**arguments) -> None:
+    def start(**arguments: Any) -> None:
         _start(**arguments, task=task)
 
     about = f"The same as train, for runs with task: {task}."

@@ -73,7 +73,9 @@ class Source(Section):
         "standard library; synthetic: = random tokens",
         min_length=1,
     )
-    weight: Number = Field(1.0, gt=0, description="share of this source in a mixture, any scale")
+    weight: Number = Field(
+        1.0, gt=0, description="share of this source in a mixture; all 1 = by size"
+    )
     field: Text = Field("text", min_length=1, description="key of the text in jsonl or parquet")
     format: Literal["text", "jsonl", "parquet", "shards", "synthetic"] | None = Field(
         None, description="what the files hold; null = judged by the name"
@@ -214,6 +216,8 @@ class EvalConfig(Section):
     batches: Integer | None = Field(
         20, ge=1, description="batches per evaluation; null = every held-out row"
     )
+    prompt: Text = Field("", description="text that the sample at the end of a run continues")
+    prompt: Text = Field("", description="how the sample text at the end of the run starts")
 
 
 class CheckpointConfig(Section):
