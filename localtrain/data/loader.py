@@ -8,14 +8,13 @@ or restarts. `Prefetcher` (prefetch.py) makes batches ahead in a thread.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 
 from localtrain.data.build import Progress, cached_dataset
+from localtrain.data.fingerprint import Fingerprint, make_fingerprint
 from localtrain.data.prefetch import Prefetcher
 from localtrain.data.shards import Dataset
 from localtrain.data.sources import Source, as_sources
@@ -34,7 +33,7 @@ class Corpus:
 
     train: View
     eval: View  # rows == 0 when there is nothing to evaluate on
-    fingerprint: dict[str, Any]
+    fingerprint: Fingerprint
     documents: int
     tokens: int
     skipped: dict[str, int] = field(default_factory=dict)
@@ -123,7 +122,8 @@ def _view(sides: list[Side], sources: list[Source], run, size: int, progress, st
 
 
 def _check_enough(train: View, run: Any) -> None:
-    """P36 of long experience: a batch larger than the data must not end as "done" with 0 steps."""
+    """A batch larger than the data must be refused before anything is compiled, not end as "done"
+    with no step made."""
     rows, batch = train.rows, run.train.batch_size
     if rows == 0:
         raise DataError(
@@ -139,26 +139,16 @@ def _check_enough(train: View, run: Any) -> None:
 
 def _fingerprint(
     run: Any, sources: list[Source], datasets: list[Dataset], train: View, held: View
-) -> dict[str, Any]:
+) -> Fingerprint:
     settings = {
         "seed": run.seed,
         "seq_len": run.data.seq_len,
         "packing": run.data.packing,
         "shuffle": run.data.shuffle,
+        "eval_fraction": run.data.eval_fraction,
         "tokenizer": datasets[0].index.tokenizer,
         "train_rows": train.rows,
         "eval_rows": held.rows,
     }
-    listed = [
-        {
-            "path": source.path,
-            "weight": source.weight,
-            "hash": dataset.index.hash,
-            "files": {name: f"{size}:{crc:08x}" for name, size, crc in dataset.index.files},
-        }
-        for source, dataset in zip(sources, datasets, strict=True)
-    ]
-    identity = [settings, [(entry["weight"], entry["hash"]) for entry in listed]]
-    identity += [train.index_hash, held.index_hash]
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return {"hash": digest, "settings": settings, "sources": listed}
+    rows = [train.index_hash, held.index_hash]
+    return make_fingerprint(settings, sources, [d.index for d in datasets], rows)
