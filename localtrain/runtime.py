@@ -196,6 +196,7 @@ def setup_logging(run_dir: str | os.PathLike | None = None, level: int = logging
     taken = any(type(handler) is logging.StreamHandler for handler in logging.getLogger().handlers)
     if not taken:  # else the application shows our records already
         _handlers.append(_StderrHandler())
+        logger.propagate = False  # or a root handler that a library adds later shows all twice
     if run_dir is not None:
         file = _FileHandler(Path(run_dir) / "log.txt", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -210,6 +211,7 @@ def close_logging() -> None:
         handler = _handlers.pop()
         logging.getLogger("localtrain").removeHandler(handler)
         handler.close()
+    logging.getLogger("localtrain").propagate = True
 
 
 def quiet_third_parties() -> None:

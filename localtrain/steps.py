@@ -5,9 +5,9 @@ the arithmetic:
 
 - The loss is a sum over trained tokens divided by their count in the WHOLE batch, fixed before the
   first micro-batch. Accumulation, padding, packing and device counts cannot change it.
-- An update that is not finite is not applied, and neither is anything after it: the step number that
-  belongs to the batch must equal the state's own, which a refused update leaves behind. So the loop
-  may run ahead of the device and still stop with the last good state in its hands.
+- An update that is not finite is not applied, and neither is anything after it: the step number
+  that belongs to the batch must equal the state's own, which a refused update leaves behind. So the
+  loop may run ahead of the device and still stop with the last good state in its hands.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from localtrain.config import RunConfig
 
 Tree = Any
-Batch = dict[str, jax.Array]  # tokens, labels, positions, segments int32 [B, T]; weights float [B, T]
+Batch = dict[str, jax.Array]  # [B, T]: tokens, labels, positions, segments int32; weights float32
 
 
 def init_state(network: Network, run: RunConfig, seed: jax.Array) -> Tree:
@@ -76,7 +76,7 @@ def loss_and_grads(network: Network, run: RunConfig, params: Tree, batch: Batch)
         loss, grads = micro(piece)
         return jax.tree.map(jnp.add, carry, (loss, grads)), None
 
-    # Micro-batch k takes rows k, k + pieces, ...: with rows sharded in order, each device keeps its own.
+    # Micro-batch k takes rows k, k + pieces, ...: rows sharded in order stay on their device.
     split = jax.tree.map(
         lambda x: x.reshape(rows // pieces, pieces, *x.shape[1:]).swapaxes(0, 1), batch
     )

@@ -20,6 +20,7 @@ from localtrain import runtime
 from localtrain.backend import choose
 from localtrain.checkpoint import Checkpoints
 from localtrain.config import RunConfig, load_run
+from localtrain.data.fingerprint import explain_difference
 from localtrain.data.loader import Corpus, Prefetcher, prepare
 from localtrain.data.tokenizer import Tokenizer, load_tokenizer
 from localtrain.errors import DataError, NonFiniteError, Stopped
@@ -131,8 +132,7 @@ def _start(job: Job, corpus: Corpus, checkpoints: Checkpoints) -> tuple[Tree, in
     if checkpoints.latest() is None:
         return job.fresh_state(), 0
     state, meta = checkpoints.restore(None, job.programs.state)
-    changed = corpus.explain_change(meta["data"])
-    if changed:
+    if changed := explain_difference(meta["data"], corpus.fingerprint):
         raise DataError(
             f"the data changed since step {meta['step']} was saved, so the run cannot go on "
             f"exactly: {changed}. Restore the files, or start a new run with another --out."
@@ -163,7 +163,8 @@ def _loop(
             "trained_tokens": desk.trained,
             "data": corpus.fingerprint,
             "run": run.to_dict(),
-            "stacks": job.network.layout,
+            "model": hub_config(run),
+            "stacks": [[len(stack.period), stack.repeat] for stack in job.network.stacks],
         }
         desk.save_block_s += checkpoints.save(step, state, meta, block)
 
@@ -177,8 +178,9 @@ def _loop(
         evaluate_if_due(state, step)  # a stop may have come between the step and its evaluation
     try:
         while step < run.train.steps and not stop.requested:
-            batch, wait = feed.next(step)
-            if batch is None:  # the stop came while waiting for data
+            try:
+                batch, wait = feed.next(step)
+            except Stopped:  # the signal came while waiting for data
                 break
             stop.nothing_to_save(False)
             profiler.before(step + 1)
