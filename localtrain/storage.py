@@ -28,7 +28,7 @@ EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One file: where, how many bytes, and a stamp (mtime or etag) that changes with its content."""
+    """One file: where, how many bytes, and a stamp (mtime or etag) of its content."""
 
     path: str
     size: int

@@ -12,17 +12,14 @@ import hashlib
 import json
 import os
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-
-import numpy as np
 
 from localtrain import storage
 from localtrain.data import synthetic
-from localtrain.data.readers import Document, FileReader, Tally, bad_row_message
+from localtrain.data.build_lock import Progress, build_lock
+from localtrain.data.readers import read_batches
 from localtrain.data.shards import (
     FORMAT_VERSION,
     DatasetIndex,
@@ -31,15 +28,10 @@ from localtrain.data.shards import (
     read_index,
     token_bytes_for,
 )
-from localtrain.data.sources import SYNTHETIC, Source, SourceFile, as_sources, find_files
+from localtrain.data.sources import SYNTHETIC, Source, as_sources, find_files
+from localtrain.data.tally import Document, Tally, bad_row_message
 from localtrain.data.tokenizer import Tokenizer, mark_document
 from localtrain.errors import DataError, Stopped
-
-# progress(stage, done, total): bytes of the sources tokenized so far, of all
-Progress = Callable[[str, int, int | None], None]
-
-BATCH_TEXT = 2 << 20  # characters handed to the tokenizer at once
-BATCH_DOCUMENTS = 4096
 
 
 def build_dataset(
@@ -186,40 +178,6 @@ def _remove_leftovers(folder: str) -> None:
             storage.remove_tree(os.path.join(parent, entry))
 
 
-@contextmanager
-def build_lock(
-    path: str, progress: Progress | None, stop: threading.Event | None
-) -> Iterator[None]:
-    """Hold an exclusive lock on a local file; waiting ends with Stopped when `stop` is set."""
-    with open(path, "a+b") as file:
-        waited = False
-        while not _try_lock(file):
-            if not waited and progress:
-                progress("waiting for another process that builds the same data", 0, None)
-            waited = True
-            if stop is not None and stop.wait(0.1):
-                raise Stopped("stopped while another process was building the data.")
-            if stop is None:
-                time.sleep(0.1)
-        yield  # closing the file releases the lock; the empty file stays for the next one
-
-
-def _try_lock(file) -> bool:
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _build(
     sources: list[Source],
     tokenizer: Tokenizer,
@@ -239,7 +197,7 @@ def _build(
                     writer.add(tokens, hash_bytes(tokens.tobytes()))
                 files.append((source.path, 0, 0))
                 continue
-            batches = _batches(source, tally, files, progress)
+            batches = read_batches(source, tally, files, progress)
             ahead = pool.submit(next, batches, None)
             while (batch := ahead.result()) is not None:
                 ahead = pool.submit(next, batches, None)
@@ -259,50 +217,7 @@ def _build(
     )
 
 
-def _batches(
-    source: Source,
-    tally: Tally,
-    files: list[tuple[str, int, int]],
-    progress: Progress | None,
-) -> Iterator[list[Document]]:
-    """Documents of a source in lists of some megabytes; appends to `files` what was read."""
-    found, passed = find_files(source)
-    if passed:
-        tally.note("files_passed_over", len(passed))
-    total = sum(file.size for file in found)
-    done = size = 0
-    batch: list[Document] = []
-    for file in found:
-        reader = FileReader(file, source.field, tally)
-        for document in reader:
-            batch.append(document)
-            size += len(document.text)
-            if size >= BATCH_TEXT or len(batch) >= BATCH_DOCUMENTS:
-                yield batch
-                batch, size = [], 0
-                if progress:
-                    progress(f"tokenizing {source.path}", done + reader.bytes_read, total)
-        _check_unchanged(file, reader)
-        files.append((file.name, reader.size, reader.crc32c))
-        done += file.size
-    if batch:
-        yield batch
-    if progress:
-        progress(f"tokenizing {source.path}", total, total)
-
-
-def _check_unchanged(file: SourceFile, reader: FileReader) -> None:
-    now = storage.info(file.path)
-    if reader.size != file.size or (now.size, now.stamp) != (file.size, file.stamp):
-        raise DataError(
-            f"{file.path}: changed while it was being read ({file.size} bytes, now {now.size}). "
-            f"Start again when nothing writes to it."
-        )
-
-
-def _encode(
-    batch: list[Document], tokenizer: Tokenizer, writer: ShardWriter, tally: Tally
-) -> None:
+def _encode(batch: list[Document], tokenizer: Tokenizer, writer: ShardWriter, tally: Tally) -> None:
     encoded = tokenizer.encode_documents([document.text for document in batch])
     for document, ids in zip(batch, encoded, strict=True):
         tokens = mark_document(ids, tokenizer, document.begins, document.ends)
@@ -331,7 +246,7 @@ def train_tokenizer(
     def texts() -> Iterable[str]:
         tally = Tally(error=bad_rows == "error")
         for source in as_sources(sources):
-            for batch in _batches(source, tally, [], progress):
+            for batch in read_batches(source, tally, [], progress):
                 if stop is not None and stop.is_set():
                     raise Stopped("stopped while training the tokenizer.")
                 yield from (document.text for document in batch)
@@ -340,7 +255,3 @@ def train_tokenizer(
     if folder is not None:
         tokenizer.save(folder)
     return tokenizer
-
-
-def as_token_array(tokens: Iterable[int]) -> np.ndarray:
-    return np.fromiter(tokens, np.int32)

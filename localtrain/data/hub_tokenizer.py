@@ -19,7 +19,8 @@ import numpy as np
 import tokenizers
 
 from localtrain import storage
-from localtrain.data.tokenizer import ByteStream, Stream, mark_document
+from localtrain.data.stream import ByteStream, Stream, WindowStream, byte_alphabet
+from localtrain.data.tokenizer import mark_document
 from localtrain.errors import DataError
 
 FILE = "tokenizer.json"
@@ -58,7 +59,7 @@ class HubTokenizer:
         self.chat_template = template.decode() if template else self._config.get("chat_template")
         state = [text, self.prefix, self.suffix, sorted(self.special.items()), self.size]
         self.hash = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
-        self._bytes = _byte_alphabet() if _decodes_bytes(self._rust) else None
+        self._bytes = byte_alphabet() if _decodes_bytes(self._rust) else None
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], nothing added; the name of a special token in the text becomes that token."""
@@ -79,7 +80,7 @@ class HubTokenizer:
     def decode_stream(self, skip_special: bool = False) -> Stream:
         if self._bytes is not None:
             return ByteStream(self._bytes_of, skip_special)
-        return WindowStream(self, skip_special)
+        return WindowStream(self.decode, skip_special)
 
     def _bytes_of(self, token: int, skip_special: bool) -> bytes:
         name = self._rust.id_to_token(token) if token >= 0 else None
@@ -99,39 +100,6 @@ class HubTokenizer:
         if self.stop_ids:
             path = storage.join(folder, "generation_config.json")
             storage.write_atomic(path, json.dumps(generation).encode())
-
-
-class WindowStream:
-    """Ids to text for any decoder: decode a short window again and give out what is new.
-
-    Text that ends in U+FFFD may be a character that is not complete, so it waits.
-    """
-
-    def __init__(self, tokenizer: HubTokenizer, skip_special: bool):
-        self._tokenizer, self._skip = tokenizer, skip_special
-        self._ids: list[int] = []
-        self._known = 0  # ids whose text was given out; they stay in the window as context
-
-    def push(self, token: int) -> str:
-        self._ids.append(int(token))
-        text = self._new_text()
-        if text.endswith("\ufffd"):
-            return ""
-        return self._give(text)
-
-    def flush(self) -> str:
-        return self._give(self._new_text())
-
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._known], self._skip)
-        return self._tokenizer.decode(self._ids, self._skip)[len(before) :]
-
-    def _give(self, text: str) -> str:
-        if text:
-            # keep the last tokens: a decoder may drop the space before a first word
-            self._ids = self._ids[max(0, self._known - 4) :] if self._known > 8 else self._ids
-            self._known = len(self._ids)
-        return text
 
 
 def load_hub_tokenizer(name: str) -> HubTokenizer:
@@ -296,10 +264,3 @@ def _decodes_bytes(rust: tokenizers.Tokenizer) -> bool:
     state = json.loads(rust.decoder.__getstate__())
     parts = state.get("decoders", [state])
     return all(part.get("type") == "ByteLevel" for part in parts)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The printable character that GPT-2's vocabulary writes for each byte."""
-    keep = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in keep]
-    return {chr(b): b for b in keep} | {chr(256 + n): b for n, b in enumerate(moved)}

@@ -12,11 +12,10 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-
 from localtrain.data.build import Progress, cached_dataset
+from localtrain.data.dataset import Dataset
 from localtrain.data.fingerprint import Fingerprint, make_fingerprint
 from localtrain.data.prefetch import Prefetcher
-from localtrain.data.shards import Dataset
 from localtrain.data.sources import Source, as_sources
 from localtrain.data.split import Side, split_documents, whole_side
 from localtrain.data.tokenizer import Tokenizer
@@ -47,8 +46,9 @@ class Corpus:
     def report(self) -> list[str]:
         """Lines for the log: what will be trained on, and what was left out."""
         lines = [
-            f"data: {self.documents:,} documents, {self.tokens:,} tokens; train {self.train.rows:,} "
-            f"rows ({self.train.fill:.1%} full), eval {self.eval.rows:,} rows"
+            f"data: {self.documents:,} documents, {self.tokens:,} tokens; "
+            f"train {self.train.rows:,} rows ({self.train.fill:.1%} full), "
+            f"eval {self.eval.rows:,} rows"
         ]
         if self.skipped:
             counts = ", ".join(f"{n:,} {reason}" for reason, n in sorted(self.skipped.items()))
@@ -77,9 +77,7 @@ def prepare(
     eval_sources = as_sources(getattr(data, "eval_sources", None) or [])
     if eval_sources:
         train_sides = [whole_side(dataset) for dataset in opened]
-        more = [
-            _open(s, tokenizer, cache_dir, data.bad_rows, progress, stop) for s in eval_sources
-        ]
+        more = [_open(s, tokenizer, cache_dir, data.bad_rows, progress, stop) for s in eval_sources]
         eval_sides = [whole_side(dataset) for dataset in more]
     else:
         more = []

@@ -6,9 +6,9 @@ bijection ("Ciphers with Arbitrary Finite Domains", Black and Rogaway, CT-RSA 20
 has a new key.
 
 A mixture interleaves its sources by exact counting. With two sources of weights a and b, the first
-n rows hold floor((n*a + offset) / (a+b)) rows of the first: a count that grows by 0 or 1 per row, so
-that row n's source and its number within that source are closed forms. More sources form a binary
-tree of such splits. The share of a source is off by less than the depth of the tree, at any n.
+n rows hold floor((n*a + offset) / (a+b)) rows of the first: a count that grows by 0 or 1 per row,
+so that row n's source and its number within that source are closed forms. More sources form a
+binary tree of such splits. A source is never more rows off its share than the tree is deep.
 """
 
 from __future__ import annotations

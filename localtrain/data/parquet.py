@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from localtrain import storage
-from localtrain.data.readers import MAX_ROW_BYTES, Document, Tally, check_text
 from localtrain.data.sources import SourceFile
+from localtrain.data.tally import MAX_ROW_BYTES, Document, Tally, check_text
 from localtrain.errors import DataError
 
 ROWS = 1024  # rows held as Python objects at once

@@ -1,9 +1,7 @@
 """One file to documents, without a crash and without a silent drop.
 
-A document is a text with its origin "file:line". What cannot be trained on (empty, not UTF-8, a
-missing key, ...) goes to a Tally: counted under a reason with its first place, or, with
-bad_rows=error, a DataError with file:line. Rows end at \\n only: U+2028, form feeds and lone \\r
-are text. Text files keep their text but for a leading byte order mark and \\r\\n, which becomes \\n.
+Rows end at \\n only: U+2028, form feeds and lone \\r are text. Text files keep their text but for a
+leading byte order mark and \\r\\n, which becomes \\n.
 """
 
 from __future__ import annotations
@@ -14,67 +12,60 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, NamedTuple
+from typing import IO
 
 import google_crc32c
 
 from localtrain import storage
-from localtrain.data.sources import SourceFile
+from localtrain.data.build_lock import Progress
+from localtrain.data.sources import Source, SourceFile, find_files
+from localtrain.data.tally import MAX_ROW_BYTES, Document, Tally, check_text, usable
 from localtrain.errors import DataError
 
+BATCH_TEXT = 2 << 20  # characters handed to a tokenizer at once
+BATCH_DOCUMENTS = 4096
 SECTION_BYTES = 1 << 20  # a longer text file is read in sections, cut after a line
-MAX_ROW_BYTES = 16 << 20  # a longer jsonl or parquet row is "huge"
-
-REASONS = {
-    "empty": "the text is empty",
-    "blank": "the text is only whitespace",
-    "null": "the text is null",
-    "missing_field": "the row has no such field",
-    "not_text": "the field is not a string",
-    "not_an_object": "the row is not a JSON object",
-    "bad_json": "the row is not valid JSON",
-    "bad_utf8": "not valid UTF-8",
-    "bad_unicode": "the text holds a lone surrogate, which UTF-8 cannot carry",
-    "huge": f"longer than {MAX_ROW_BYTES >> 20} MiB",
-}
 
 
-class Document(NamedTuple):
-    """A text and where it came from. A section of a long file may lack its begin or end."""
+def read_batches(
+    source: Source,
+    tally: Tally,
+    files: list[tuple[str, int, int]],
+    progress: Progress | None,
+) -> Iterator[list[Document]]:
+    """Documents of a source in lists of some megabytes; appends to `files` what was read."""
+    found, passed = find_files(source)
+    if passed:
+        tally.note("files_passed_over", len(passed))
+    total = sum(file.size for file in found)
+    done = size = 0
+    batch: list[Document] = []
+    for file in found:
+        reader = FileReader(file, source.field, tally)
+        for document in reader:
+            batch.append(document)
+            size += len(document.text)
+            if size >= BATCH_TEXT or len(batch) >= BATCH_DOCUMENTS:
+                yield batch
+                batch, size = [], 0
+                if progress:
+                    progress(f"tokenizing {source.path}", done + reader.size, total)
+        _check_unchanged(file, reader)
+        files.append((file.name, reader.size, reader.crc32c))
+        done += file.size
+    if batch:
+        yield batch
+    if progress:
+        progress(f"tokenizing {source.path}", total, total)
 
-    text: str
-    origin: str
-    begins: bool = True
-    ends: bool = True
 
-
-class Tally:
-    """Rows that were not used, by reason, with the first place of each; notes on the rest."""
-
-    def __init__(self, error: bool = False):
-        self.error = error
-        self.skipped: dict[str, int] = {}
-        self.first: dict[str, str] = {}
-        self.notes: dict[str, int] = {}
-
-    def skip(self, reason: str, origin: str, detail: str = "") -> None:
-        """Count one row; with `error` raise DataError instead."""
-        if self.error:
-            raise DataError(bad_row_message(reason, origin, detail))
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
-        self.first.setdefault(reason, origin + (f" ({detail})" if detail else ""))
-
-    def note(self, what: str, count: int = 1) -> None:
-        """Something worth telling that loses no text."""
-        self.notes[what] = self.notes.get(what, 0) + count
-
-
-def bad_row_message(reason: str, origin: str, detail: str = "") -> str:
-    more = f" ({detail})" if detail else ""
-    return (
-        f"{origin}: {REASONS.get(reason, reason)}{more}. Repair or remove the row, or set "
-        f"data.bad_rows: skip to count such rows and go on."
-    )
+def _check_unchanged(file: SourceFile, reader: FileReader) -> None:
+    now = storage.info(file.path)
+    if reader.size != file.size or (now.size, now.stamp) != (file.size, file.stamp):
+        raise DataError(
+            f"{file.path}: changed while it was being read ({file.size} bytes, now {now.size}). "
+            f"Start again when nothing writes to it."
+        )
 
 
 class HashingFile(io.RawIOBase):
@@ -112,10 +103,6 @@ class FileReader:
         self.file, self.field, self.tally = file, field, tally
         self.crc32c = 0
         self.size = 0
-
-    @property
-    def bytes_read(self) -> int:
-        return self.size
 
     def __iter__(self) -> Iterator[Document]:
         if self.file.format == "parquet":
@@ -197,8 +184,6 @@ def read_text(source: IO[bytes], name: str, field: str, tally: Tally) -> Iterato
         line += block.count(b"\n")
     if held is not None:
         yield Document(held[0], f"{name}:{held[1]}", begins, True)
-    elif line == 1 and not tally.skipped:
-        pass
 
 
 def _sections(source: IO[bytes], tally: Tally) -> Iterator[bytes]:
@@ -255,17 +240,6 @@ def _text_of(block: bytes, origin: str, tally: Tally) -> str | None:
     return text if usable(text, origin, tally) else None
 
 
-def usable(text: str, origin: str, tally: Tally) -> bool:
-    """True when there is something to train on; otherwise the tally is told why not."""
-    if not text:
-        tally.skip("empty", origin)
-    elif text.isspace():
-        tally.skip("blank", origin)
-    else:
-        return True
-    return False
-
-
 def read_jsonl(source: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[Document]:
     """One JSON object per line; the document is its `field`."""
     line = 0
@@ -303,19 +277,3 @@ def _row_text(raw: bytes, origin: str, field: str, tally: Tally) -> str | None:
         keys = ", ".join(list(map(str, row))[:6])
         return tally.skip("missing_field", origin, f"field {field!r}; it has {keys or 'none'}")
     return check_text(row[field], origin, tally)
-
-
-def check_text(value: object, origin: str, tally: Tally) -> str | None:
-    """A row's value as text, or None after telling the tally."""
-    if value is None:
-        return tally.skip("null", origin)
-    if not isinstance(value, str):
-        return tally.skip("not_text", origin, type(value).__name__)
-    if not usable(value, origin, tally):
-        return None
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            return tally.skip("bad_unicode", origin)
-    return value

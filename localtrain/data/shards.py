@@ -5,8 +5,7 @@
                           then the tokens of all documents in order, uint16 or uint32; little-endian
 
 The index is written last: a folder without one was never finished. Everything read is checked
-against it, so that a damaged or truncated file is a DataError that names the file. Tokens are read
-by ranges with pread: no file position is shared, so threads cannot corrupt each other's records.
+against it, so that a damaged or truncated file is a DataError that names the file (`dataset.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import hashlib
 import json
 import os
 import struct
-import threading
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -175,138 +172,3 @@ def _checked_index(raw: dict) -> DatasetIndex:
     files = tuple((str(n), int(s), int(c)) for n, s, c in raw.get("files", ()))
     dicts = {k: dict(raw.get(k) or {}) for k in ("key", "skipped", "first_skipped", "notes")}
     return DatasetIndex(raw["tokenizer"], raw["token_bytes"], shards, files, **dicts)
-
-
-class Dataset:
-    """A built dataset, open for reading. `lengths` and `hashes` are per document, in order.
-
-    Raises DataError naming the file when a shard is missing, truncated or damaged.
-    """
-
-    MAX_OPEN = 128  # file handles kept; more shards than that are opened again when needed
-
-    def __init__(self, folder: str, verify: bool = True):
-        self.folder = folder
-        self.index = read_index(folder)
-        self._lock = threading.Lock()
-        self._open: dict[int, _Handle] = {}
-        tables = [self._read_tables(shard, verify) for shard in self.index.shards]
-        self.lengths = _concatenate([t[0] for t in tables], np.uint32)
-        self.hashes = _concatenate([t[1] for t in tables], np.uint64)
-        # where each document begins in the stream of all tokens of the dataset
-        ends = np.cumsum(self.lengths, dtype=np.int64)
-        self.starts = ends - self.lengths
-        counts = np.array([shard.tokens for shard in self.index.shards], np.int64)
-        self._shard_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._token_offsets = [HEADER.size + s.documents * 12 for s in self.index.shards]
-
-    def _read_tables(self, shard: ShardInfo, verify: bool) -> tuple[np.ndarray, np.ndarray]:
-        path = storage.join(self.folder, shard.name)
-        try:
-            size = storage.info(path).size
-        except FileNotFoundError as error:
-            raise DataError(f"{path}: missing. {_again(self.folder)}") from error
-        if size != shard.size:
-            raise DataError(
-                f"{path}: damaged or cut short: {size} bytes, the index says {shard.size}. "
-                f"{_again(self.folder)}"
-            )
-        if verify and not storage.is_url(path):
-            from localtrain.data.readers import checksum
-
-            if checksum(path)[0] != shard.crc32c:
-                raise DataError(f"{path}: damaged: its checksum differs. {_again(self.folder)}")
-        head = storage.read_range(path, 0, HEADER.size + shard.documents * 12)
-        if len(head) != HEADER.size + shard.documents * 12:
-            raise DataError(f"{path}: cut short. {_again(self.folder)}")
-        expected = (MAGIC, FORMAT_VERSION, self.index.token_bytes, shard.documents, shard.tokens)
-        if HEADER.unpack_from(head) != expected:
-            raise DataError(f"{path}: its header differs from the index. {_again(self.folder)}")
-        lengths = np.frombuffer(head, "<u4", shard.documents, HEADER.size)
-        hashes = np.frombuffer(head, "<u8", shard.documents, HEADER.size + 4 * shard.documents)
-        if int(lengths.sum(dtype=np.int64)) != shard.tokens:
-            raise DataError(f"{path}: its document lengths do not add up. {_again(self.folder)}")
-        return lengths.astype(np.uint32), hashes.astype(np.uint64)
-
-    def read(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Tokens [starts[i], starts[i] + lengths[i]) for every i, one after the other.
-
-        A range lies inside one document, so inside one shard. Returns uint16 or uint32 [sum].
-        """
-        width = self.index.token_bytes
-        out = np.empty(int(lengths.sum()), f"<u{width}")
-        view = memoryview(out).cast("B") if len(out) else memoryview(b"")
-        shards = np.searchsorted(self._shard_starts, starts, side="right") - 1
-        ends = np.cumsum(lengths) * width
-        remote: dict[int, list[tuple[int, int, int]]] = {}
-        local_starts = (starts - self._shard_starts[shards]) * width
-        for shard, start, size, end in zip(
-            shards.tolist(), local_starts.tolist(), (lengths * width).tolist(), ends.tolist(),
-            strict=True,
-        ):  # fmt: skip
-            offset = self._token_offsets[shard] + start
-            remote.setdefault(shard, []).append((offset, size, end - size))
-        for shard, ranges in remote.items():
-            self._fill(shard, ranges, view)
-        return out
-
-    def _fill(self, shard: int, ranges: list[tuple[int, int, int]], view: memoryview) -> None:
-        path = storage.join(self.folder, self.index.shards[shard].name)
-        try:
-            if storage.is_url(path):
-                blobs = storage.read_ranges(path, [(o, o + n) for o, n, _ in ranges])
-                for (_, size, at), blob in zip(ranges, blobs, strict=True):
-                    if len(blob) != size:
-                        raise DataError(f"{path}: cut short while in use.")
-                    view[at : at + size] = blob
-                return
-            handle = self._handle(shard, path)
-            for offset, size, at in ranges:
-                if handle.read_into(view[at : at + size], offset) != size:
-                    raise DataError(f"{path}: cut short while in use. {_again(self.folder)}")
-        except FileNotFoundError as error:
-            raise DataError(f"{path}: missing. {_again(self.folder)}") from error
-        except OSError as error:
-            raise storage.storage_error("read", path, error) from error
-
-    def _handle(self, shard: int, path: str) -> _Handle:
-        with self._lock:
-            handle = self._open.get(shard)
-            if handle is None:
-                if len(self._open) >= self.MAX_OPEN:
-                    self._open.pop(next(iter(self._open)))
-                handle = self._open[shard] = _Handle(path)
-            return handle
-
-
-class _Handle:
-    """Positional reads of one local file; closed when the last user lets go of it."""
-
-    def __init__(self, path: str):
-        self._file = open(storage.local_path(path), "rb", buffering=0)
-        self._lock = threading.Lock()
-
-    if hasattr(os, "preadv"):
-
-        def read_into(self, view: memoryview, offset: int) -> int:
-            return os.preadv(self._file.fileno(), [view], offset)
-
-    else:  # no positional read on this system: one reader at a time
-
-        def read_into(self, view: memoryview, offset: int) -> int:
-            with self._lock:
-                self._file.seek(offset)
-                return self._file.readinto(view)
-
-    def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:
-            self._file.close()
-
-
-def _concatenate(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
-    parts = list(parts)
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
-
-
-def _again(folder: str) -> str:
-    return f"Remove {folder} and start the command again to build it anew."

@@ -27,12 +27,13 @@ PARQUET = {".parquet", ".pq"}
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 ARCHIVES = {".zip", ".tar", ".tgz", ".7z", ".rar", ".bz2", ".xz"}
 # What a folder is searched for; a file named directly may have any other ending.
-TEXT = set(
-    ".txt .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .log "
-    ".py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .java .kt .scala .go .rs .swift .m .js .jsx "
-    ".ts .tsx .css .scss .php .rb .pl .lua .r .jl .hs .ml .ex .exs .erl .clj .lisp .el .scm "
-    ".sh .bash .zsh .ps1 .sql .yaml .yml .toml .ini .cfg .conf .proto .cmake .json".split()
-)
+_TEXT = """
+.txt .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .log .json .yaml .yml .toml .ini
+.cfg .conf .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .java .kt .scala .go .rs .swift .m .js .jsx
+.ts .tsx .css .scss .php .rb .pl .lua .r .jl .hs .ml .ex .exs .erl .clj .lisp .el .scm .sh .bash
+.zsh .ps1 .sql .proto .cmake
+"""
+TEXT = frozenset(_TEXT.split())
 FORMATS = ("text", "jsonl", "parquet", "shards", "synthetic")
 
 

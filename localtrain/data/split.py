@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localtrain.data.shards import Dataset
+from localtrain.data.dataset import Dataset
 
 LEAST_TAIL = 64  # tokens held out of a single document, if it has twice as many
 

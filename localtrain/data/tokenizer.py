@@ -8,7 +8,6 @@ not by an id, so that a tokenizer without one learns to stop.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import re
@@ -18,17 +17,10 @@ from typing import Protocol
 import numpy as np
 
 from localtrain import storage
+from localtrain.data.stream import ByteStream, Stream
 from localtrain.errors import DataError
 
 BYTE_MARKER = "byte_tokenizer.json"  # what `save` writes for a tokenizer that has no other file
-
-
-class Stream(Protocol):
-    """Ids in, text out, piece by piece; a character that is not complete yet is held back."""
-
-    def push(self, token: int) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 class Tokenizer(Protocol):
@@ -72,6 +64,16 @@ def mark_document(
     return np.concatenate([np.array(head, np.int32), ids, np.array(tail, np.int32)])
 
 
+BYTE_SPECIAL = {
+    "<|endoftext|>": 256,
+    "<|im_start|>": 257,
+    "<|im_end|>": 258,
+    **{f"<|reserved_{n}|>": 259 + n for n in range(5)},
+}
+_BYTE_NAMES = {number: name for name, number in BYTE_SPECIAL.items()}
+_BYTE_SPLIT = re.compile("(" + "|".join(re.escape(name) for name in BYTE_SPECIAL) + ")")
+
+
 class ByteTokenizer:
     """One id per UTF-8 byte; "<|endoftext|>" begins and ends a document."""
 
@@ -82,23 +84,16 @@ class ByteTokenizer:
     prefix = (256,)
     suffix = (256,)
     stop_ids = (256, 258)
-    special = {
-        "<|endoftext|>": 256,
-        "<|im_start|>": 257,
-        "<|im_end|>": 258,
-        **{f"<|reserved_{n}|>": 259 + n for n in range(5)},
-    }
+    special = BYTE_SPECIAL
     chat_template = None
     hash = hashlib.sha256(b"localtrain byte tokenizer 1").hexdigest()[:16]
-    _split = re.compile("(" + "|".join(re.escape(name) for name in special) + ")")
-    _names = {number: name for name, number in special.items()}
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [n]; the name of a control token in the text becomes that token."""
         if "<|" not in text:
             return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
         parts = []
-        for part in self._split.split(text):
+        for part in _BYTE_SPLIT.split(text):
             if part in self.special:
                 parts.append(np.array([self.special[part]], np.int32))
             elif part:
@@ -122,7 +117,7 @@ class ByteTokenizer:
     def _bytes_of(self, token: int, skip_special: bool) -> bytes:
         if 0 <= token < 256:
             return bytes([token])
-        name = self._names.get(token)
+        name = _BYTE_NAMES.get(token)
         return b"" if name is None or skip_special else name.encode()
 
     def save(self, folder: str) -> None:
@@ -130,23 +125,8 @@ class ByteTokenizer:
         storage.write_atomic(storage.join(folder, BYTE_MARKER), text.encode())
 
 
-class ByteStream:
-    """Ids to text where an id stands for bytes: incomplete UTF-8 waits for its next byte."""
-
-    def __init__(self, bytes_of, skip_special: bool):
-        self._bytes_of = bytes_of
-        self._skip_special = skip_special
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        return self._decoder.decode(self._bytes_of(int(token), self._skip_special))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
 def load_tokenizer(name: str) -> Tokenizer:
-    """ "byte", a tokenizer.json, or a folder (or URL) that holds one. DataError when there is none."""
+    """byte, a tokenizer.json, or a folder (or URL) that holds one. DataError when there is none."""
     if name == "byte":
         return ByteTokenizer()
     if storage.exists(storage.join(name, BYTE_MARKER)):

@@ -142,33 +142,44 @@ class View:
         return out
 
     def _fill(self, out: Batch, part: Part, slots: np.ndarray, rows: np.ndarray) -> None:
-        """Write the rows `rows` of `part` into the batch rows `slots`."""
+        """Write the rows `rows` of `part` into the batch rows `slots` (ascending).
+
+        Pieces lie one after the other from a row's first place on, and rows are written in order,
+        so that all places are one boolean mask and no index per token is needed.
+        """
         packed, dataset = part.packed, part.side.dataset
         first = packed.row_starts[rows]
         counts = packed.row_starts[rows + 1] - first
         total = int(counts.sum())
         nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)  # within its row
         pieces = np.repeat(first, counts) + nth
-        places = packed.places[pieces].astype(np.int64)
-        stream = dataset.read(packed.starts[pieces], places + 1)
+        places = packed.places[pieces]
+        stream = dataset.read(packed.starts[pieces], places.astype(np.int64) + 1)
+        self._check_ids(stream, dataset.folder)
+        ends = np.cumsum(places + 1)
+        not_last = np.ones(len(stream), bool)
+        not_last[ends - 1] = False
+        not_first = np.ones(len(stream), bool)
+        not_first[ends - places - 1] = False
+        begin = (np.cumsum(places) - places).astype(np.int32)
+        used = np.add.reduceat(places, np.cumsum(counts) - counts)
+        mask = np.zeros(out["tokens"].shape, bool)
+        mask[slots] = np.arange(self.seq_len) < used[:, None]
+        out["tokens"][mask] = stream[not_last]
+        out["labels"][mask] = stream[not_first]
+        out["positions"][mask] = np.arange(int(places.sum()), dtype=np.int32) - np.repeat(
+            begin, places
+        )
+        out["segments"][mask] = np.repeat(nth.astype(np.int32) + 1, places)
+        out["weights"][mask] = 1.0
+
+    def _check_ids(self, stream: np.ndarray, folder: str) -> None:
+        """Ids beyond the vocabulary would read a wrong row of the embedding without a word."""
         if len(stream) and int(stream.max()) >= self.vocabulary:
             raise DataError(
-                f"{dataset.folder}: holds token {int(stream.max())}, but the tokenizer has "
+                f"{folder}: holds token {int(stream.max())}, but the tokenizer has "
                 f"{self.vocabulary} ids. Build it again with this tokenizer."
             )
-        ends = np.cumsum(places)
-        positions = np.arange(int(ends[-1])) - np.repeat(ends - places, places)
-        # piece k has places[k] + 1 tokens in the stream: k more than there are places before it
-        source = np.arange(int(ends[-1])) + np.repeat(np.arange(total), places)
-        # pieces of a row lie one after the other from the row's first place on
-        row_first = np.repeat(np.cumsum(counts) - counts, counts)
-        row_begin = (ends - places) - (ends - places)[row_first]
-        target = np.repeat(np.repeat(slots * self.seq_len, counts) + row_begin, places) + positions
-        out["tokens"].reshape(-1)[target] = stream[source]
-        out["labels"].reshape(-1)[target] = stream[source + 1]
-        out["positions"].reshape(-1)[target] = positions
-        out["segments"].reshape(-1)[target] = np.repeat(nth + 1, places)
-        out["weights"].reshape(-1)[target] = 1.0
 
     def describe_row(self, row: int) -> dict[str, Any]:
         """Where a row (numbered through) comes from, for error messages and notebooks."""
