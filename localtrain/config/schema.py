@@ -135,7 +135,7 @@ class DataConfig(Section):
     packing: Literal["best_fit", "none"] = Field(
         "best_fit", description="put several documents into a row (they never see each other)"
     )
-    cache: Text | None = Field(None, description="where token shards are kept; null = <out>/data")
+    cache: Text | None = Field(None, description="where token shards are kept; null = OUT/data")
     bad_rows: Literal["skip", "error"] = Field(
         "skip", description="unusable rows: skip = count and report, error = stop with file:line"
     )
@@ -258,7 +258,7 @@ class RunConfig(Section):
         "pretrain", description="what kind of training this is"
     )
     name: Text = Field(
-        "run", description="names runs/<name> when no --out is given; default = the run file's name"
+        "run", description="names runs/NAME when no --out is given; default = the run file's name"
     )
     seed: Integer = Field(0, ge=0, lt=2**32, description="of weights, row order and sampling")
     model: ModelConfig = Field(ModelConfig(), validate_default=True)

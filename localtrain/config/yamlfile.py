@@ -110,6 +110,8 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str | bytes, where: str) ->
         reason = "a tab is used for indentation; YAML wants spaces"
     elif "could not determine a constructor" in reason:
         reason = "tags such as !!python/object are not allowed in a run file"
+    elif "found another document" in reason:
+        reason = "it holds two documents ('---'), a run file is one"
     elif "mapping values are not allowed" in reason:
         reason = "unexpected ':'; quote the value if it contains ': '"
     return f"{where} line {line} is not valid YAML: {reason}"
