@@ -7,6 +7,7 @@ Nothing here imports jax before it is asked for something that only jax knows.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -52,6 +53,7 @@ class StopSignal:
         self._timer: threading.Timer | None = None
         self._old_handlers: dict[int, Any] = {}
         self._old_wakeup = -1
+        self._watcher: threading.Thread | None = None
         self._reader: socket.socket | None = None
         self._writer: socket.socket | None = None
 
@@ -65,7 +67,8 @@ class StopSignal:
         stop._reader, stop._writer = socket.socketpair()
         stop._writer.setblocking(False)
         stop._old_wakeup = signal.set_wakeup_fd(stop._writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=stop._watch, name="stop-signal", daemon=True).start()
+        stop._watcher = threading.Thread(target=stop._watch, name="stop-signal", daemon=True)
+        stop._watcher.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             stop._old_handlers[number] = signal.signal(number, stop._handler)
         return stop
@@ -89,13 +92,14 @@ class StopSignal:
         """Put back the handlers that were there before."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._writer is None or self._reader is None:
+        if self._writer is None or self._watcher is None:
             return
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         signal.set_wakeup_fd(self._old_wakeup)
         self._writer.close()  # ends the watcher
         self._writer = None
+        self._watcher.join(1.0)
 
     def __enter__(self) -> StopSignal:
         return self
@@ -179,6 +183,10 @@ class _FileHandler(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         del record
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 _handlers: list[logging.Handler] = []
