@@ -57,8 +57,9 @@ class WindowStream:
 
     def _give(self, text: str) -> str:
         if text:
-            # keep the last tokens: a decoder may drop the space before a first word
-            self._ids = self._ids[max(0, self._known - 4) :] if self._known > 8 else self._ids
+            # What was given out last stays as context (a decoder may drop the space before a first
+            # word, and it never begins inside a character); what was given before that goes.
+            self._ids = self._ids[self._known :]
             self._known = len(self._ids)
         return text
 
