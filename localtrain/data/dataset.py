@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from localtrain import storage
-from localtrain.data.readers import checksum
+from localtrain.data.compressed import checksum
 from localtrain.data.shards import FORMAT_VERSION, HEADER, MAGIC, ShardInfo, read_index
 from localtrain.errors import DataError
 

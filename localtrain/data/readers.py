@@ -6,18 +6,16 @@ leading byte order mark and \\r\\n, which becomes \\n.
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import zlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-import google_crc32c
-
 from localtrain import storage
 from localtrain.data.build_lock import Progress
+from localtrain.data.compressed import HashingFile, checksum, damage_errors, decompress
 from localtrain.data.sources import Source, SourceFile, find_files
 from localtrain.data.tally import MAX_ROW_BYTES, Document, Tally, check_text, usable
 from localtrain.errors import DataError
@@ -68,34 +66,6 @@ def _check_unchanged(file: SourceFile, reader: FileReader) -> None:
         )
 
 
-class HashingFile(io.RawIOBase):
-    """A file read forward that knows the crc32c and the number of its bytes so far."""
-
-    def __init__(self, raw: IO[bytes]):
-        self._raw = raw
-        self._checksum = google_crc32c.Checksum()
-        self.count = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        data = self._raw.read(len(buffer))
-        buffer[: len(data)] = data
-        self._checksum.update(data)
-        self.count += len(data)
-        return len(data)
-
-    def drain(self) -> None:
-        """Read what a decoder left unread, so that the checksum covers the file."""
-        while self.read(1 << 20):
-            pass
-
-    @property
-    def crc32c(self) -> int:
-        return int.from_bytes(self._checksum.digest(), "big")
-
-
 class FileReader:
     """Documents of one file; afterwards `crc32c` and `size` tell what was read."""
 
@@ -111,21 +81,37 @@ class FileReader:
             self.crc32c, self.size = checksum(self.file.path)
             yield from read_parquet(self.file, self.field, self.tally)
             return
-        read = read_jsonl if self.file.format == "jsonl" else read_text
         with _missing_is_data_error(self.file), storage.open_file(self.file.path, "rb") as raw:
             hashing = HashingFile(raw)
             source = decompress(io.BufferedReader(hashing, 1 << 20), self.file.compression)
             try:
+                read = self._reader_for(source)
                 for document in read(source, self.file.name, self.field, self.tally):
                     self.size = hashing.count
                     yield document
-            except _damage_errors() as error:
+            except damage_errors() as error:
                 raise DataError(
                     f"{self.file.path}: the {self.file.compression} data are damaged or cut short "
                     f"({error}). Fetch or compress the file again."
                 ) from error
             hashing.drain()
             self.crc32c, self.size = hashing.crc32c, hashing.count
+
+    def _reader_for(self, source: io.BufferedReader) -> Callable[..., Iterator[Document]]:
+        """By format; a .json file holds rows when its first line is a row with the field."""
+        if self.file.format != "json":
+            return read_jsonl if self.file.format == "jsonl" else read_text
+        head = source.peek(1 << 16).removeprefix(b"\xef\xbb\xbf")
+        if re.match(rb"\s*\[\s*\{", head):
+            raise DataError(
+                f"{self.file.path}: one JSON array cannot be read row by row. Write one object per "
+                f"line instead (.jsonl), or set the format of the source to text."
+            )
+        try:
+            row = json.loads(head.split(b"\n", 1)[0])
+        except (ValueError, RecursionError):
+            return read_text
+        return read_jsonl if isinstance(row, dict) and self.field in row else read_text
 
 
 @contextmanager
@@ -134,35 +120,6 @@ def _missing_is_data_error(file: SourceFile):
         yield
     except FileNotFoundError as error:
         raise DataError(f"{file.path}: the file went away while it was being read.") from error
-
-
-def checksum(path: str) -> tuple[int, int]:
-    """(crc32c, size) of a whole file."""
-    with storage.open_file(path, "rb") as raw:
-        hashing = HashingFile(raw)
-        hashing.drain()
-    return hashing.crc32c, hashing.count
-
-
-def decompress(raw: IO[bytes], compression: str | None) -> IO[bytes]:
-    if compression == "gzip":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw, mode="rb"), 1 << 20)
-    if compression == "zstd":
-        import zstandard
-
-        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(reader, 1 << 20)
-    return raw
-
-
-def _damage_errors() -> tuple[type[Exception], ...]:
-    errors: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error)
-    try:
-        import zstandard
-
-        return (*errors, zstandard.ZstdError)
-    except ImportError:
-        return errors
 
 
 def read_text(source: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[Document]:

@@ -55,7 +55,7 @@ class SourceFile:
     name: str
     size: int
     stamp: str
-    format: str  # text | jsonl | parquet
+    format: str  # text | jsonl | json (either, by its first line) | parquet
     compression: str | None = None
 
 
@@ -148,6 +148,8 @@ def classify(name: str, format: str | None, searched: bool) -> tuple[str | None,
         return "jsonl", compression
     if ending in PARQUET:
         return "parquet", None
+    if ending == ".json":
+        return "json", compression
     if searched and ending not in TEXT:
         return None, None
     return "text", compression
