@@ -90,7 +90,9 @@ def prepare(
     for dataset in every:
         for reason, count in dataset.index.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count
-        notes += [f"{count} {what}" for what, count in dataset.index.notes.items()]
+        notes += [f"{count:,} {what}" for what, count in dataset.index.notes.items()]
+        if short := int((dataset.lengths < 2).sum()):
+            notes.append(f"{short:,} documents of a single token train nothing")
     return Corpus(
         train,
         held,

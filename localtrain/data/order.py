@@ -13,6 +13,7 @@ binary tree of such splits. A source is never more rows off its share than the t
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -123,11 +124,9 @@ def whole_weights(weights: list[float]) -> list[int]:
     """Weights as whole numbers in the same ratio: exactly where their decimal fractions allow it
     with a sum of at most MAX_WEIGHT, else to within one part in a million, each at least 1."""
     exact = [Fraction(str(weight)) for weight in weights]
-    common = 1
-    for weight in exact:
-        common = common * weight.denominator // np.gcd(common, weight.denominator)
-    whole = [int(weight * int(common)) for weight in exact]
-    divisor = int(np.gcd.reduce(np.array(whole, object))) if len(whole) > 1 else whole[0]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * common) for weight in exact]
+    divisor = math.gcd(*whole)
     whole = [weight // divisor for weight in whole]
     if sum(whole) <= MAX_WEIGHT:
         return whole

@@ -143,7 +143,7 @@ def read_index(folder: str) -> DatasetIndex:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged: not JSON ({error}). Build the dataset again.") from error
     version = raw.get("version") if isinstance(raw, dict) else None
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise DataError(
             f"{path}: format version {version!r}; this program reads version {FORMAT_VERSION}. "
             f"Build the dataset again with `localtrain data build`."
@@ -157,6 +157,8 @@ def read_index(folder: str) -> DatasetIndex:
 
 
 def _checked_index(raw: dict) -> DatasetIndex:
+    if not isinstance(raw["shards"], list):
+        raise TypeError("shards is not a list")
     shards = tuple(ShardInfo(**shard) for shard in raw["shards"])
     for shard in shards:
         for number in (shard.size, shard.crc32c, shard.documents, shard.tokens):

@@ -23,6 +23,7 @@ REASONS = {
     "bad_json": "the row is not valid JSON",
     "bad_utf8": "not valid UTF-8",
     "bad_unicode": "the text holds a lone surrogate, which UTF-8 cannot carry",
+    "no_tokens": "the tokenizer makes no token of it",
     "huge": f"longer than {MAX_ROW_BYTES >> 20} MiB",
 }
 
