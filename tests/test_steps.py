@@ -1,0 +1,186 @@
+"""The train step: what must not depend on how a batch is cut, and what a bad update may not do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from localtrain import optim, sharding, steps
+from localtrain.config import RunConfig
+from localtrain.models import read_hub_config, spec_from
+from localtrain.nn.core import Policy
+from localtrain.nn.decoder import build
+
+B, T = 8, 48
+TINY = {
+    **read_hub_config("qwen3-tiny"),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+
+def make_run(**train) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"preset": "qwen3-tiny"},
+            "data": {"sources": "unused", "seq_len": T},
+            "train": {"batch_size": B, "steps": 100, **train},
+            "optim": {"name": "sgd", "lr": 0.1, "warmup": 0, "schedule": "constant", "clip": 0},
+        }
+    )
+
+
+def make_batch(seed: int = 0) -> dict[str, np.ndarray]:
+    """Rows with very different numbers of trained tokens (5 to 47), two documents in each."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, 256, (B, T + 1), dtype=np.int32)
+    weights = np.zeros((B, T), np.float32)
+    for row in range(B):
+        weights[row, : 5 + 6 * row] = 1
+    segments = np.where(np.arange(T) < 20, 1, 2).astype(np.int32) * np.ones((B, 1), np.int32)
+    positions = np.where(np.arange(T) < 20, np.arange(T), np.arange(T) - 20).astype(np.int32)
+    weights[:, 19] = 0  # the last token of the first document predicts nothing
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "positions": np.tile(positions, (B, 1)),
+        "segments": segments,
+        "weights": weights,
+    }
+
+
+@pytest.fixture(scope="module")
+def network():
+    return build(spec_from(TINY), Policy())
+
+
+@pytest.fixture(scope="module")
+def params(network):
+    return jax.jit(network.init)(jax.random.key(0))
+
+
+def grads_of(network, params, batch, **train):
+    f = jax.jit(lambda p, b: steps.loss_and_grads(network, make_run(**train), p, b))
+    loss, grads, trained = f(params, batch)
+    return loss, optim.global_norm(grads), grads, trained
+
+
+@pytest.fixture(scope="module")
+def whole(network, params):
+    return grads_of(network, params, make_batch())
+
+
+def assert_same(a, b, rtol=1e-5):
+    np.testing.assert_allclose(a[0], b[0], rtol=rtol)
+    np.testing.assert_allclose(a[1], b[1], rtol=rtol)
+    assert a[3] == b[3]
+    for x, y in zip(jax.tree.leaves(a[2]), jax.tree.leaves(b[2]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * float(jnp.max(jnp.abs(y))))
+
+
+@pytest.mark.parametrize("micro", [4, 2, 1], ids=["2x4", "4x2", "8x1"])
+def test_accumulation_gives_the_loss_and_gradients_of_the_whole_batch(
+    network, params, whole, micro
+):
+    assert_same(grads_of(network, params, make_batch(), micro_batch=micro), whole)
+
+
+@pytest.mark.parametrize("remat", ["matmuls", "full"])
+def test_rematerialisation_changes_nothing(network, params, whole, remat):
+    assert_same(grads_of(network, params, make_batch(), remat=remat), whole)
+
+
+def test_the_loss_is_the_mean_over_trained_tokens_not_over_rows(network, params, whole):
+    rows = [
+        grads_of(network, params, {k: v[i : i + 1] for k, v in make_batch().items()})
+        for i in (0, 7)
+    ]
+    both = {k: v[[0, 7]] for k, v in make_batch().items()}
+    loss = grads_of(network, params, both)[0]
+    counts = [float(r[3]) for r in rows]
+    assert counts[0] < counts[1] / 4
+    expected = sum(n * float(r[0]) for n, r in zip(counts, rows, strict=True)) / sum(counts)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert whole[3] == make_batch()["weights"].sum()
+
+
+def test_padded_rows_change_nothing(network, params, whole):
+    batch = {k: np.concatenate([v, np.zeros_like(v)]) for k, v in make_batch().items()}
+    assert_same(grads_of(network, params, batch), whole)
+
+
+@pytest.fixture(scope="module")
+def stepper(network):
+    return jax.jit(lambda s, b, t: steps.train_step(network, make_run(), s, b, t))
+
+
+@pytest.fixture(scope="module")
+def state(network):
+    return jax.jit(lambda: steps.init_state(network, make_run(), jnp.uint32(0)))()
+
+
+def test_a_step_moves_the_parameters_and_counts(stepper, state):
+    new, metrics = stepper(state, make_batch(), jnp.int32(0))
+    assert new["step"] == 1 and metrics["applied"] and metrics["lr"] == np.float32(0.1)
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), new["params"], state["params"])
+    assert all(jax.tree.leaves(moved))
+
+
+def test_an_update_that_is_not_finite_is_not_applied_nor_anything_after_it(stepper, state):
+    good, _ = stepper(state, make_batch(), jnp.int32(0))
+    poisoned = make_batch(1)
+    poisoned["weights"][0, 0] = np.inf
+    bad, metrics = stepper(good, poisoned, jnp.int32(1))
+    assert not metrics["applied"] and not np.isfinite(metrics["loss"])
+    later, metrics = stepper(bad, make_batch(2), jnp.int32(2))
+    assert not metrics["applied"] and np.isfinite(metrics["loss"])
+    for x, y in zip(jax.tree.leaves(good), jax.tree.leaves(later), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_batch_with_nothing_to_train_has_loss_zero(stepper, state):
+    empty = make_batch()
+    empty["weights"][:] = 0
+    new, metrics = stepper(state, empty, jnp.int32(0))
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0 and metrics["applied"]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(new))
+
+
+def test_z_loss_adds_its_gradient_but_not_to_the_reported_loss(network, params, whole):
+    loss, norm, _, _ = grads_of(network, params, make_batch(), z_loss=0.1)
+    np.testing.assert_allclose(loss, whole[0], rtol=1e-6)
+    assert abs(norm - whole[1]) > 1e-3
+
+
+def test_bfloat16_computation_keeps_float32_parameters_and_gradients(params):
+    half = build(spec_from(TINY), Policy(compute_dtype=jnp.bfloat16))
+    loss, _, grads, _ = grads_of(half, params, make_batch())
+    full = grads_of(build(spec_from(TINY), Policy()), params, make_batch())
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(loss, full[0], rtol=5e-3)
+
+
+def test_eval_loss_does_not_depend_on_the_batch_size(network, params):
+    batch = make_batch()
+    evaluate = jax.jit(lambda b: steps.eval_step(network, make_run(), params, b))
+    whole = evaluate(batch)
+    parts = np.zeros(2)
+    for first in (0, 3, 6):
+        piece = {k: v[first : first + 3] for k, v in batch.items()}
+        short = 3 - piece["tokens"].shape[0]
+        piece = {k: np.pad(v, ((0, short), (0, 0))) for k, v in piece.items()}
+        parts += np.asarray(evaluate(piece), np.float64)
+    np.testing.assert_allclose(parts, whole, rtol=1e-6)
+    assert parts[1] == batch["weights"].sum()
+
+
+def test_mesh_sizes_take_what_is_left_and_refuse_what_does_not_fit():
+    mesh = make_run().mesh
+    assert sharding.mesh_sizes(mesh, 8) == (1, 8, 1, 1, 1)
+    fixed = mesh.model_copy(update={"fsdp": 2, "tensor": 3})
+    with pytest.raises(Exception, match=r"fsdp: 2, tensor: 3.*8 devices.*mesh.fsdp=-1"):
+        sharding.mesh_sizes(fixed, 8)
