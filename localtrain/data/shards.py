@@ -71,7 +71,7 @@ class DatasetIndex:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def to_json(self) -> bytes:
-        return (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode()
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
 
 def token_bytes_for(size: int) -> int:

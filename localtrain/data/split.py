@@ -48,9 +48,10 @@ def split_documents(datasets: list[Dataset], fraction: float) -> Sides:
         return [whole_side(d) for d in datasets], nothing, [note]
     hashes = np.concatenate([d.hashes for d in datasets])
     lengths = np.concatenate([d.lengths for d in datasets]).astype(np.int64)
-    wanted = fraction * lengths.sum()
+    total = lengths.sum()
+    wanted = fraction * total
     below = hashes < np.uint64(min(int(fraction * 2.0**64), (1 << 64) - 1))
-    if wanted / 2 <= lengths[below].sum() <= wanted * 2:
+    if wanted / 2 <= lengths[below].sum() <= min(wanted * 2, (wanted + total) / 2):
         return *_divide(datasets, hashes[below]), []
     chosen = _choose(hashes, lengths, wanted)
     if len(chosen):
