@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from localtrain.configs.models.aliases import ALIASES
 from localtrain.errors import ConfigError, nearest
-from localtrain.models.aliases import ALIASES
 from localtrain.models.hub import HubConfig
 from localtrain.models.weights import Table
 from localtrain.nn.spec import Model
