@@ -163,17 +163,19 @@ def list_files(pattern: str) -> list[FileInfo]:
 
 
 def _remote_files(pattern: str, filesystem: Any, key: str) -> list[FileInfo]:
-    if any(mark in key for mark in "*?["):
+    protocol = pattern[: pattern.index("://")]
+    if any(mark in key for mark in "*?[") and not (protocol.startswith("http") and "*" not in key):
         found = filesystem.glob(key, detail=True)
+    elif filesystem.isfile(key):
+        return [_remote_info(pattern, filesystem.info(key))]
     else:
         found = filesystem.find(key, detail=True)
-    protocol = pattern[: pattern.index("://")]
     infos = []
     for name, entry in found.items():
         if entry.get("type", "file") == "file":
-            infos.append(_remote_info(f"{protocol}://{name}", entry))
-    # memory:// names begin with "/", object stores name bucket/key
-    infos = [FileInfo(i.path.replace(":///", "://"), i.size, i.stamp) for i in infos]
+            # memory:// names begin with "/", object stores name bucket/key, http gives whole URLs
+            url = name if "://" in name else f"{protocol}://{name.lstrip('/')}"
+            infos.append(_remote_info(url, entry))
     return sorted(infos, key=lambda one: one.path)
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,8 @@ from localtrain.data.sources import SYNTHETIC, Source, as_sources, find_files
 from localtrain.data.tally import Document, Tally, bad_row_message
 from localtrain.data.tokenizer import Tokenizer, mark_document
 from localtrain.errors import DataError, Stopped
+
+log = logging.getLogger(__name__)
 
 
 def build_dataset(
@@ -187,6 +191,7 @@ def _build(
     progress: Progress | None,
     stop: threading.Event | None,
 ) -> DatasetIndex:
+    begin = time.monotonic()
     tally = Tally(error=bad_rows == "error")
     writer = ShardWriter(folder, token_bytes_for(tokenizer.size))
     files: list[tuple[str, int, int]] = []
@@ -207,6 +212,13 @@ def _build(
                 _encode(batch, tokenizer, writer, tally)
     if not writer.tokens:
         raise DataError(_nothing_usable(sources, tally.skipped, tally.first))
+    spent = max(time.monotonic() - begin, 1e-9)
+    size = sum(file[1] for file in files)
+    log.info(
+        "tokenized %s: %.2f M tokens of %.2f MB in %.1f s (%.2f M tokens/s, %.2f MB/s)",
+        ", ".join(source.path for source in sources),
+        *(writer.tokens / 1e6, size / 1e6, spent, writer.tokens / 1e6 / spent, size / 1e6 / spent),
+    )
     return writer.finish(
         tokenizer.hash,
         files=tuple(files),

@@ -16,6 +16,7 @@ from localtrain.data.build import Progress, cached_dataset
 from localtrain.data.dataset import Dataset
 from localtrain.data.fingerprint import Fingerprint, make_fingerprint
 from localtrain.data.prefetch import Prefetcher
+from localtrain.data.rows import rows_of
 from localtrain.data.sources import Source, as_sources
 from localtrain.data.split import Side, split_documents, whole_side
 from localtrain.data.tokenizer import Tokenizer
@@ -82,8 +83,8 @@ def prepare(
     else:
         more = []
         train_sides, eval_sides, notes = split_documents(opened, data.eval_fraction)
-    train = _view(train_sides, sources, run, tokenizer.size, progress, stop)
-    held = _view(eval_sides, eval_sources or sources, run, tokenizer.size, progress, stop)
+    train = _view(train_sides, sources, run, tokenizer.size, cache_dir, stop)
+    held = _view(eval_sides, eval_sources or sources, run, tokenizer.size, cache_dir, stop)
     _check_enough(train, run)
     every = opened + more
     skipped: dict[str, int] = {}
@@ -111,12 +112,14 @@ def _open(source: Source, tokenizer, cache_dir, bad_rows, progress, stop) -> Dat
     return Dataset(folder)
 
 
-def _view(sides: list[Side], sources: list[Source], run, size: int, progress, stop) -> View:
+def _view(
+    sides: list[Side], sources: list[Source], run: Any, size: int, cache_dir: str, stop: Any
+) -> View:
     parts = []
     for side in sides:
         if stop is not None and stop.is_set():
             raise Stopped("stopped while preparing the data.")
-        parts.append(Part.pack(side, run.data.seq_len, run.data.packing))
+        parts.append(Part(side, rows_of(side, run.data.seq_len, run.data.packing, cache_dir)))
     weights = [source.weight for source in sources]
     return View(parts, weights, run.seed, run.data.shuffle, size)
 

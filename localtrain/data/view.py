@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from localtrain.data.order import Mixture, Order
-from localtrain.data.pack import Packed, pack
+from localtrain.data.pack import Packed
 from localtrain.data.split import Side
 from localtrain.errors import DataError
 
@@ -23,10 +23,6 @@ class Part:
 
     side: Side
     packed: Packed
-
-    @classmethod
-    def pack(cls, side: Side, seq_len: int, packing: str) -> Part:
-        return cls(side, pack(side.starts, side.lengths, seq_len, packing))
 
 
 class View:

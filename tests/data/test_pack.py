@@ -80,3 +80,30 @@ def test_no_documents_make_no_rows(how):
     for lengths in ([], [0], [1, 1]):
         packed = make(lengths, 8, how)
         assert packed.rows == 0 and packed.fill == 0.0 and packed.row_starts.tolist() == [0]
+
+
+def test_the_rows_of_many_documents_are_kept_and_damage_only_costs_time(
+    corpus_of, write_jsonl, monkeypatch, tmp_path
+):
+    from localtrain.data import rows
+
+    path = write_jsonl("a.jsonl", [f"text {n} " * (n % 7 + 1) for n in range(60)])
+    plain = corpus_of(path)
+    monkeypatch.setattr(rows, "KEEP_FROM", 1)
+    kept = corpus_of(path)
+    file = next((tmp_path / "cache").glob("rows-*.bin"))
+    good = file.read_bytes()
+
+    def empty_only(starts, *rest):
+        assert not len(starts), "packed again"
+        return pack(starts, *rest)
+
+    monkeypatch.setattr(rows, "pack", empty_only)
+    assert corpus_of(path).index_hash == kept.index_hash == plain.index_hash
+    ours, theirs = (corpus.train.batch(5, 4)["tokens"] for corpus in (corpus_of(path), plain))
+    assert np.array_equal(ours, theirs)
+    monkeypatch.setattr(rows, "pack", pack)
+    for bad in (good[:10], good[:-1], good[:60] + b"x" + good[61:], b"", b"x" * len(good)):
+        file.write_bytes(bad)
+        assert corpus_of(path).index_hash == plain.index_hash
+        assert file.read_bytes() == good
