@@ -64,9 +64,7 @@ def test_a_killed_build_leaves_nothing_that_is_believed(source, byte, tmp_path, 
     assert not any(is_dataset(os.path.join(cache, name)) for name in left)
     folder = cached_dataset(Source(source), byte, cache)
     assert Dataset(folder).index.documents == 40
-    assert sorted(os.listdir(cache)) == sorted(
-        [os.path.basename(folder)] + [name for name in os.listdir(cache) if name.endswith(".lock")]
-    )
+    assert os.listdir(cache) == [os.path.basename(folder)]
 
 
 def test_two_processes_build_once(source, tmp_path):
@@ -94,6 +92,23 @@ def test_waiting_for_another_builder_ends_at_a_stop(tmp_path):
         pass
 
 
+def test_the_lock_is_exclusive_while_its_file_comes_and_goes(tmp_path):
+    path, inside, most = str(tmp_path / "x.lock"), [], []
+
+    def work():
+        for _ in range(5):
+            with build_lock(path, None, None):
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.002)
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert max(most) == 1 and len(most) == 20 and os.listdir(tmp_path) == []
+
+
 def test_a_stop_while_building_keeps_nothing(source, byte, tmp_path, monkeypatch):
     from localtrain.data import readers
 
@@ -108,7 +123,7 @@ def test_a_stop_while_building_keeps_nothing(source, byte, tmp_path, monkeypatch
     cache = tmp_path / "cache"
     with pytest.raises(Stopped, match="while building the data"):
         cached_dataset(Source(source), byte, str(cache), progress=report, stop=stop)
-    assert [name for name in os.listdir(cache) if not name.endswith(".lock")] == []
+    assert os.listdir(cache) == []
     assert progress[0][0] == f"tokenizing {source}" and progress[0][2] == os.path.getsize(source)
 
 
