@@ -61,8 +61,10 @@ def test_a_preset_is_the_pretrain_run_with_that_model():
     assert load_run("Qwen3-0.6B") == load_run("qwen3-0.6b")
 
 
-def test_hub_names_are_presets(load):
+def test_hub_names_and_other_published_names_are_presets(load):
     assert load("", "model.preset=Qwen/Qwen3-0.6B").model.preset == "qwen3-0.6b"
+    assert load("", "model.preset=qwen3-0.6b-base").model.preset == "qwen3-0.6b-base"
+    assert load_run("llama-3.1-8b-instruct").name == "llama-3.1-8b-instruct"
 
 
 @pytest.mark.parametrize(
@@ -153,9 +155,12 @@ def test_a_mistake_in_an_argument_is_answered_in_the_same_way(load, argument, pa
         assert part in said
 
 
-def test_a_shortened_run_may_end_within_its_warm_up(load):
+def test_a_shortened_run_may_end_within_its_warm_up(load, tmp_path):
     text = "train: {steps: 1000}\noptim: {warmup: 100}"
-    assert load(text, "train.steps=5").optim.warmup == 100
+    run = load(text, "train.steps=5")
+    assert run.optim.warmup == 100
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    assert load_run(str(tmp_path)).train.steps == 5
     assert load("train: {steps: 50}").train.steps == 50  # the default of 100 was never written
 
 

@@ -15,6 +15,7 @@ import click
 from localtrain.cli.data import data
 from localtrain.cli.doctor import doctor
 from localtrain.cli.frame import Group, help_alone
+from localtrain.cli.generate import evaluate, generate
 from localtrain.cli.models import models
 from localtrain.cli.show import backends, config
 from localtrain.cli.train import TASK_COMMANDS, train
@@ -39,7 +40,10 @@ def app(context: click.Context) -> None:
     help_alone(context)
 
 
-for _command in (train, *TASK_COMMANDS, models, backends, config, doctor, data):
+for _command in (
+    *(train, *TASK_COMMANDS, generate, evaluate),
+    *(data, models, backends, config, doctor),
+):
     app.add_command(_command)
 
 

@@ -50,7 +50,7 @@ def build(
     from localtrain.data.tokenizer import load_tokenizer
     from localtrain.runtime import StopSignal
 
-    progress = _progress()
+    progress = show_progress()
     with StopSignal.install() as stop:
         if train_tokenizer:
             made = train_on(list(sources), train_tokenizer, progress=progress, stop=stop.event)
@@ -73,7 +73,7 @@ def build(
     click.echo(f"use it: data.sources={out} data.tokenizer={facts['tokenizer']}")
 
 
-def _progress(every_s: float = 2.0) -> Callable[[str, int, int | None], None]:
+def show_progress(every_s: float = 2.0) -> Callable[[str, int, int | None], None]:
     """Lines on stderr, one in two seconds at most; on a terminal one line that is rewritten."""
     last = time.monotonic()
     live = sys.stderr.isatty()

@@ -67,14 +67,19 @@ def json_option(command: Callable) -> Callable:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
 
 
-def backend_options(command: Callable) -> Callable:
-    """--backend and --devices."""
-    command = click.option(
-        "--devices", type=click.IntRange(min=1), help="Number of devices to use."
-    )(command)
+def backend_option(command: Callable) -> Callable:
+    """--backend NAME."""
     return click.option(
         "--backend", metavar="NAME", help="Where to run; default: the best usable one."
     )(command)
+
+
+def backend_options(command: Callable) -> Callable:
+    """--backend and --devices."""
+    devices = click.option(
+        "--devices", type=click.IntRange(min=1), metavar="N", help="How many devices to use."
+    )
+    return backend_option(devices(command))
 
 
 def open_backend(name: str | None, devices: int | None = None) -> Backend:
@@ -85,6 +90,11 @@ def open_backend(name: str | None, devices: int | None = None) -> Backend:
     for line in (why, *backend.prepare_environment(None, devices)):
         click.echo(line, err=True)
     return backend
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: a half-trained model may write control characters."""
+    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)
 
 
 def print_json(value: Any) -> None:

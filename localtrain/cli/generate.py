@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import click
 
 from localtrain.cli.data import show_progress
-from localtrain.cli.frame import Command, backend_option, json_option, open_backend, print_json
+from localtrain.cli.frame import (
+    Command,
+    backend_option,
+    json_option,
+    open_backend,
+    print_json,
+    printable,
+)
 
 DTYPES = click.Choice(["float32", "bfloat16"])
 
@@ -48,7 +56,8 @@ def generate(source: str, backend: str | None, as_json: bool, **options) -> None
 
     def write(piece: str) -> None:
         nonlocal shown
-        click.echo(piece if shown else options["prompt"] + piece, nl=False)
+        text = piece if shown else options["prompt"] + piece
+        click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
         shown = True
 
     done = complete(source, **options, write=write)

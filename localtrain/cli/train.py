@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from localtrain.cli.frame import Command, backend_options, json_option, print_json
+from localtrain.cli.frame import Command, backend_options, json_option, print_json, printable
 from localtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,20 +85,29 @@ def _document(run: RunConfig, result: Result, dry_run: bool) -> dict[str, Any]:
 def _plan(run: RunConfig, result: Result) -> str:
     """A run file: the resolved run, and what it costs as comments."""
     facts = [
-        f"# {key}: {value if isinstance(value, str) else format(value, ',')}"
+        f"# {key}: {value if isinstance(value, str) else format(value, ',.0f')}"
         for key, value in result.facts.items()
     ]
     return run.to_yaml() + "\n".join(["", f"# out: {result.out}", *facts, "# nothing was started"])
 
 
 def _summary(result: Result) -> str:
-    lines = [f"{result.out}: {result.step} steps"]
+    """What happened, what the model writes now, and what to type next."""
+    lines = [f"{result.out}: step {result.step}"]
     if result.start_loss is not None and result.end_loss is not None:
         lines[0] += f", loss {result.start_loss:.4f} -> {result.end_loss:.4f}"
     if result.eval_loss is not None:
-        lines[0] += f", eval loss {result.eval_loss:.4f}"
+        lines[0] += f", held-out loss {result.eval_loss:.4f}"
     if result.sample:
-        lines += ["sample:", result.sample]
+        lines += ["", "a sample of what the model writes:", printable(result.sample)]
+    out = shlex.quote(result.out)
+    lines += [
+        "",
+        "next:",
+        f"  localtrain generate {out} --prompt 'def '",
+        f"  tensorboard --logdir {shlex.quote(os.path.join(result.out, 'tensorboard'))}",
+        f"  the same command with train.steps={2 * result.step} goes on from here",
+    ]
     return "\n".join(lines)
 
 

@@ -59,6 +59,13 @@ def packaged_presets() -> list[str]:
     return sorted(path.name.removesuffix(".json") for path in _packaged(".json", "models"))
 
 
+def known_models() -> list[str]:
+    """Names that `model.preset` may have: the presets and their other published names."""
+    from localtrain.configs.models.aliases import ALIASES
+
+    return sorted({*packaged_presets(), *ALIASES})
+
+
 def _packaged(suffix: str, *folder: str) -> list[Any]:
     from importlib.resources import files
 
@@ -74,7 +81,7 @@ def _find(name: str) -> tuple[bytes, str, str, str | None]:
     if name in runs:
         return runs[name].read_bytes(), f"{name}.yaml (packaged)", name, None
     preset = name.lower()
-    if preset in packaged_presets():
+    if preset in known_models():
         return runs["pretrain"].read_bytes(), "pretrain.yaml (packaged)", preset, preset
     path = Path(name)
     if path.is_dir() and (path / "run.yaml").is_file():
@@ -107,7 +114,7 @@ def _read_url(url: str) -> bytes:
 
 
 def _not_found(name: str) -> str:
-    known = [*packaged_runs(), *packaged_presets()]
+    known = [*packaged_runs(), *known_models()]
     if name.endswith((".yaml", ".yml")) or "/" in name or os.sep in name:
         stem = re.split(r"[\\/]", name)[-1].rpartition(".")[0]
         hint = f"; the packaged run is called '{stem}'" if stem in packaged_runs() else ""
@@ -170,9 +177,9 @@ def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
 
 def _check_preset(run: RunConfig, origin: Origin) -> None:
     preset = run.model.preset
-    if preset is None or preset in packaged_presets():
+    if preset is None or preset in known_models():
         return
-    close = nearest(preset, packaged_presets())
+    close = nearest(preset, known_models())
     hint = f"did you mean '{close}'?" if close else "`localtrain models` lists them"
     raise ConfigError(
         f"{origin.place('model.preset')}: model.preset = '{mask(preset)}' is not a preset; {hint}"
@@ -183,8 +190,9 @@ def _check_warmup(run: RunConfig, origin: Origin) -> None:
     """A written warm-up longer than the run is a mistake; a shortened run (smoke test) is not."""
     if run.optim.warmup <= run.train.steps or "optim.warmup" not in origin:
         return
-    if "train.steps" in origin.arguments and "optim.warmup" not in origin.arguments:
-        return
+    shortened = "train.steps" in origin.arguments or origin.where.endswith("run.yaml")
+    if shortened and "optim.warmup" not in origin.arguments:
+        return  # a run directory's run.yaml was accepted when it was written
     raise ConfigError(
         f"{origin.place('optim.warmup')}: optim.warmup = {run.optim.warmup} is longer than the "
         f"whole run, train.steps = {run.train.steps}; the peak would never be reached"
