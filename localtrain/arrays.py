@@ -87,10 +87,13 @@ def read(folder: Path, contents: Contents, template: Any) -> Any:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
         try:
             restored = name_leaves(handler.restore(epath.Path(folder), args=args))
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except (RuntimeError, MemoryError):  # out of memory, not the file's fault
+            raise
+        except Exception as error:  # tensorstore raises plain Exception
             raise DataError(
                 f"{folder} passed its checksums but cannot be read: {type(error).__name__}: "
-                f"{str(error)[:300]}. It may come from another version of Orbax (meta.json)."
+                f"{' '.join(str(error)[:300].split())}. It may come from another version of Orbax "
+                f"(meta.json says which)."
             ) from error
         finally:
             handler.close()

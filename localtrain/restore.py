@@ -75,6 +75,8 @@ class CheckpointReader:
             try:
                 meta = self._checked_meta(candidate)
             except DataError as error:
+                if not (self.folder / str(candidate)).exists():  # deleted by a writer meanwhile
+                    return self.read_meta(None, strict)
                 if strict and not isinstance(error, commit.Uncommitted):
                     raise
                 problems.append(str(error))
@@ -103,10 +105,15 @@ class CheckpointReader:
         step, it is a DataError. Other arrays than the template's are a DataError that names
         them, but `partial` reads a part of the checkpoint and `cast` converts dtypes.
         """
-        step, meta = self.read_meta(step, strict)
-        folder = self.folder / str(step)
+        found, meta = self.read_meta(step, strict)
+        folder = self.folder / str(found)
         arrays.compare(meta["arrays"], template, folder, partial=partial, cast=cast)
-        return arrays.read(folder, meta["arrays"], template), meta
+        try:
+            return arrays.read(folder, meta["arrays"], template), meta
+        except DataError:
+            if step is None and not folder.exists():  # a writer went on and deleted it: look again
+                return self.restore(None, template, strict, partial, cast)
+            raise
 
     def _checked_meta(self, step: int) -> dict[str, Any]:
         folder = self.folder / str(step)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from localtrain import storage
 from localtrain.errors import Stopped
 
 log = logging.getLogger(__name__)
@@ -206,7 +207,11 @@ def setup_logging(run_dir: str | os.PathLike | None = None, level: int = logging
         _handlers.append(_StderrHandler())
         logger.propagate = False  # or a root handler that a library adds later shows all twice
     if run_dir is not None:
-        file = _FileHandler(Path(run_dir) / "log.txt", encoding="utf-8")
+        path = str(Path(run_dir) / "log.txt")
+        try:
+            file = _FileHandler(path, encoding="utf-8")
+        except OSError as error:
+            raise storage.storage_error("write", path, error) from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         _handlers.append(file)
     for handler in _handlers:

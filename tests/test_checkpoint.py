@@ -101,7 +101,7 @@ def test_a_missing_step_is_a_data_error_that_lists_the_others(saved):
 
 def test_a_save_has_copied_the_arrays_before_it_returns(tmp_path, monkeypatch):
     write, go = arrays.write, threading.Event()
-    monkeypatch.setattr(arrays, "write", lambda *args: (go.wait(), write(*args)))
+    monkeypatch.setattr(arrays, "write", lambda *args: (go.wait(20), write(*args)))
     spoil = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     state = make_state(4)
     expected = jax.tree.map(np.array, state)
@@ -119,7 +119,7 @@ def test_a_save_has_copied_the_arrays_before_it_returns(tmp_path, monkeypatch):
 
 def test_a_save_blocks_only_for_the_copy(tmp_path, monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr(arrays, "write", lambda *args: go.wait())
+    monkeypatch.setattr(arrays, "write", lambda *args: go.wait(20))
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.save(1, make_state(), {}) < 1.0
     assert checkpoints.wait(timeout=0.01) is False
@@ -601,3 +601,25 @@ def test_kills_at_random_moments_leave_whole_checkpoints(tmp_path, trials):
         process.wait()
         process.stdout.close()
         check_after_kill(folder)
+
+
+def test_a_reader_keeps_up_with_a_writer_that_deletes_old_checkpoints(tmp_path):
+    want = template({"x": jnp.zeros(1000)})
+    writer, reader = Checkpoints(tmp_path, keep=1), Checkpoints(tmp_path)
+    writer.save(1, {"x": jnp.full(1000, 1.0)}, {}, block=True)
+    done = threading.Event()
+
+    def write():
+        for step in range(2, 40):
+            writer.save(step, {"x": jnp.full(1000, float(step))}, {}, block=True)
+        done.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = [0]
+    while not done.is_set():
+        state, meta = reader.restore(None, want)
+        assert (state["x"] == meta["step"]).all()
+        seen.append(meta["step"])
+    thread.join()
+    assert seen == sorted(seen) and len(set(seen)) > 2
