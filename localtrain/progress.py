@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,27 @@ class Progress:
         self._task = self._bar.add_task("", total=self.steps, text="compiling")
         self._live = Live(self._bar, console=console, refresh_per_second=4, transient=True)
         self._live.start()
+
+
+def show_stages(every_s: float = 2.0) -> Callable[[str, int, int | None], None]:
+    """Shows how far a long stage is, given (stage, done, total in bytes or None), on stderr.
+
+    One line in two seconds at most; on a terminal one line that is rewritten.
+    """
+    last = time.monotonic()
+    live = sys.stderr.isatty()
+
+    def report(stage: str, done: int, total: int | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < (0.1 if live else every_s):
+            return
+        last = now
+        share = f" {done / total:4.0%} of {total / 1e6:,.1f} MB" if total else ""
+        line = f"\r\x1b[K{stage}{share}" if live else f"{stage}{share}\n"
+        print(line, end="", file=sys.stderr, flush=True)
+
+    return report
 
 
 def train_line(row: dict[str, Any], steps: int, eta: float | None = None) -> str:

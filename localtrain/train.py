@@ -28,7 +28,7 @@ from localtrain.generate import generate
 from localtrain.job import Job, check_vocabulary, compile_job, describe, hub_config, make_network
 from localtrain.metrics import MetricsWriter, read_metrics
 from localtrain.oom import memory_advice
-from localtrain.progress import Progress
+from localtrain.progress import Progress, show_stages
 from localtrain.rundir import RunDirectory
 from localtrain.runtime import StopSignal
 from localtrain.steplog import Profiler, StepLog
@@ -86,7 +86,9 @@ def train(
         home.write_model(hf)
         tokenizer.save(str(home.path / "tokenizer"))
         cache = run.data.cache or str(home.path / "data")
-        corpus = prepare(run, tokenizer, cache, stop=stop.event)
+        corpus = prepare(run, tokenizer, cache, progress=show_stages(), stop=stop.event)
+        for line in corpus.report():
+            log.info("%s", line)
         log.info("compiling %s", describe(run, network)["summary"])
         job = compile_job(run, network, place)
         log.info("compiled in %.1f s", job.compile_s)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
-
 import click
 
 from localtrain.cli.frame import Command, Group, help_alone, json_option, print_json
@@ -48,9 +44,10 @@ def build(
     from localtrain.data.build import build_dataset
     from localtrain.data.build import train_tokenizer as train_on
     from localtrain.data.tokenizer import load_tokenizer
+    from localtrain.progress import show_stages
     from localtrain.runtime import StopSignal
 
-    progress = show_progress()
+    progress = show_stages()
     with StopSignal.install() as stop:
         if train_tokenizer:
             made = train_on(list(sources), train_tokenizer, progress=progress, stop=stop.event)
@@ -71,20 +68,3 @@ def build(
     skipped = "".join(f", {count:,} skipped: {why}" for why, count in index.skipped.items())
     click.echo(f"{out}: {index.documents:,} documents, {index.tokens:,} tokens{skipped}")
     click.echo(f"use it: data.sources={out} data.tokenizer={facts['tokenizer']}")
-
-
-def show_progress(every_s: float = 2.0) -> Callable[[str, int, int | None], None]:
-    """Lines on stderr, one in two seconds at most; on a terminal one line that is rewritten."""
-    last = time.monotonic()
-    live = sys.stderr.isatty()
-
-    def report(stage: str, done: int, total: int | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < (0.1 if live else every_s):
-            return
-        last = now
-        share = f" {done / total:4.0%} of {total / 1e6:,.1f} MB" if total else ""
-        click.echo(f"\r\x1b[K{stage}{share}" if live else f"{stage}{share}", err=True, nl=not live)
-
-    return report

@@ -1,0 +1,329 @@
+"""Whole runs of the installed program: train, be killed anywhere, go on exactly, refuse mistakes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localtrain.checkpoint import Checkpoints
+from localtrain.metrics import read_metrics
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+RATES = {"tokens_per_s", "step_time_s", "mfu", "flops_per_s", "data_wait_s", "time"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model, some text (the tests' own sources) and a run file that saves every 5 steps."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(TINY))
+    text = folder / "text"
+    text.mkdir()
+    for file in sorted(Path(__file__).parent.glob("test_*.py"))[:8]:
+        (text / file.name).write_bytes(file.read_bytes())
+    (folder / "tiny.yaml").write_text(
+        f"""
+name: tiny
+model: {{path: {folder / "model"}}}
+data: {{sources: "{text}/*.py", seq_len: 32, eval_fraction: 0.2, cache: {folder / "cache"}}}
+train: {{steps: 20, batch_size: 4, log_every: 1}}
+optim: {{lr: 3e-3, warmup: 5}}
+eval: {{every: 7, batches: 2}}
+checkpoint: {{every: 5, keep: 10}}
+"""
+    )
+    return folder
+
+
+def command(folder, out, *more):
+    base = [sys.executable, "-m", "localtrain", "train", str(folder / "tiny.yaml")]
+    return [*base, "--backend", "cpu", "--out", str(out), *more]
+
+
+def run(folder, out, *more, code=0, **options):
+    done = subprocess.run(
+        command(folder, out, *more), capture_output=True, text=True, timeout=300, **options
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def start(folder, out, *more):
+    return subprocess.Popen(
+        command(folder, out, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def rows(out):
+    """Logged rows without times and rates, events apart."""
+    return [
+        {k: v for k, v in row.items() if k not in RATES}
+        for row in read_metrics(out)
+        if "event" not in row
+    ]
+
+
+def events(out):
+    return [row for row in read_metrics(out) if "event" in row]
+
+
+def arrays(out, step):
+    """Every file of a checkpoint's arrays as restored, by name."""
+    import jax
+
+    from localtrain import arrays as codec
+
+    meta = Checkpoints(out / "checkpoints").read_meta(step)[1]
+    template = {
+        name: jax.ShapeDtypeStruct(tuple(shape), dtype)
+        for name, (dtype, shape) in meta["arrays"].items()
+    }
+    read = codec.read(out / "checkpoints" / str(step), meta["arrays"], template)
+    return {name: np.asarray(value) for name, value in read.items()}
+
+
+def assert_equal_runs(a, b, step=20):
+    assert rows(a) == rows(b)
+    left, right = arrays(a, step), arrays(b, step)
+    assert left.keys() == right.keys() and len(left) > 10
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def straight(folder):
+    """The uninterrupted run that all others must equal."""
+    out = folder / "straight"
+    done = run(folder, out)
+    return out, done
+
+
+def wait_for(out, step, process, timeout=120):
+    """Until the log has a row of that step (or the process ended)."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and process.poll() is None:
+        if out.exists() and any(row["step"] >= step for row in read_metrics(out)):
+            return
+        time.sleep(0.02)
+
+
+def test_a_run_learns_logs_evaluates_and_saves(straight):
+    out, done = straight
+    logged = [row for row in rows(out) if "loss" in row]
+    assert [row["step"] for row in logged] == list(range(1, 21))
+    assert abs(logged[0]["loss"] - np.log(264)) < 0.5
+    assert logged[-1]["loss"] < logged[0]["loss"] - 0.5
+    assert [row["step"] for row in rows(out) if "eval_loss" in row] == [7, 14, 20]
+    assert logged[0]["lr"] == pytest.approx(3e-3 / 5) and logged[4]["lr"] == pytest.approx(3e-3)
+    assert logged[-1]["lr"] == pytest.approx(3e-4)
+    assert [row["tokens"] for row in logged] == [128 * n for n in range(1, 21)]
+    trained = [row["trained_tokens"] for row in logged]
+    assert 0 < trained[0] <= 128 and np.all(np.diff(trained) > 0)
+    needed = {"grad_norm", "tokens_per_s", "step_time_s", "mfu", "data_wait_s", "time"}
+    assert all(needed <= row.keys() for row in read_metrics(out) if "loss" in row)
+    assert Checkpoints(out / "checkpoints").steps() == [5, 10, 15, 20]
+    assert ", loss 5." in done.stdout and "sample" in done.stdout
+    assert f"localtrain generate {out}" in done.stdout
+    assert list((out / "tensorboard").iterdir()) and (out / "log.txt").stat().st_size > 1000
+    assert "warning" not in done.stderr.lower()
+
+
+def test_a_finished_run_says_so_and_how_to_extend_it(folder, straight):
+    before = rows(straight[0])
+    done = run(folder, straight[0])
+    assert "finished" in done.stderr and "train.steps=" in done.stderr
+    assert rows(straight[0]) == before
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_anywhere_and_started_again_it_equals_the_uninterrupted_run(
+    folder, straight, tmp_path, seed
+):
+    """kill -9 at random moments, the first surely after a save, until the run is through."""
+    out, moments = tmp_path / "killed", random.Random(seed)
+    resumed = 0
+    for attempt in range(8):
+        process = start(folder, out)
+        if attempt < 3:
+            wait_for(out, min(19, 6 + 5 * attempt), process)
+            time.sleep(moments.uniform(0, 0.15))
+            process.kill()
+        _, stderr = process.communicate(timeout=300)
+        resumed += any(e["event"] == "resume" and e["step"] > 0 for e in events(out))
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, stderr[-2000:]
+    assert process.returncode == 0 and resumed >= 2
+    assert_equal_runs(out, straight[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_exits_75_and_the_same_command_goes_on(folder, straight, tmp_path, number):
+    out = tmp_path / "stopped"
+    process = start(folder, out, "train.log_every=1", "data.prefetch=0")
+    wait_for(out, 3, process)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 75, stderr[-2000:]
+    saved = Checkpoints(out / "checkpoints").latest()
+    assert saved and 3 <= saved < 20 and "same command" in stderr
+    run(folder, out)
+    assert [e["step"] for e in events(out) if e["event"] == "resume"] == [saved]
+    assert_equal_runs(out, straight[0])
+
+
+def test_a_signal_during_the_first_compile_ends_at_once(folder, tmp_path):
+    out = tmp_path / "early"
+    process = start(folder, out, "train.remat=full")
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if (out / "log.txt").exists() and "compiling" in (out / "log.txt").read_text():
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75 and time.monotonic() - begin < 10, stderr
+    assert "nothing to save" in stderr
+
+
+def test_the_last_step_is_saved_once_whatever_the_interval(folder, tmp_path):
+    out = tmp_path / "seven"
+    run(folder, out, "train.steps=7")
+    assert Checkpoints(out / "checkpoints").steps() == [5, 7]
+
+
+def test_keep_bounds_the_checkpoints_and_extending_goes_on(folder, tmp_path):
+    out = tmp_path / "extend"
+    run(folder, out, "train.steps=6", "checkpoint.every=2", "checkpoint.keep=2")
+    assert Checkpoints(out / "checkpoints").steps() == [4, 6]
+    done = run(folder, out, "train.steps=9", "checkpoint.every=2", "checkpoint.keep=2")
+    assert "resuming" in done.stderr
+    assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, 10))
+    assert [e["step"] for e in events(out)] == [6]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, straight, tmp_path):
+    out = tmp_path / "damaged"
+    run(folder, out, "train.steps=12", "checkpoint.every=4", "eval.every=0")
+    victim = max((out / "checkpoints" / "12").rglob("*"), key=lambda f: f.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    done = run(folder, out, "train.steps=14", "checkpoint.every=4", "eval.every=0")
+    assert victim.name in done.stderr and "Falling back to step 8" in done.stderr
+    assert [e["step"] for e in events(out)] == [8]
+
+
+def test_a_loss_that_is_not_finite_stops_with_4_and_keeps_the_last_good_state(folder, tmp_path):
+    out = tmp_path / "nan"
+    more = ["optim.lr=1e30", "optim.warmup=0", "optim.clip=0", "checkpoint.keep=2"]
+    done = run(folder, out, *more, code=4)
+    assert "not applied" in done.stderr and "optim.lr" in done.stderr
+    step = Checkpoints(out / "checkpoints").latest()
+    assert step is not None and all(np.isfinite(a).all() for a in arrays(out, step).values())
+    assert all(np.isfinite(row["loss"]) for row in rows(out) if "loss" in row)
+
+
+def test_another_run_in_the_same_directory_is_refused_and_nothing_changes(folder, straight):
+    before = (straight[0] / "run.yaml").read_bytes()
+    done = run(folder, straight[0], "optim.lr=1e-4", code=2)
+    assert "optim.lr" in done.stderr and "--override" in done.stderr
+    assert (straight[0] / "run.yaml").read_bytes() == before
+
+
+def test_without_out_a_different_run_gets_the_next_name(folder, tmp_path):
+    base = [sys.executable, "-m", "localtrain", "train", str(folder / "tiny.yaml")]
+    base += ["--backend", "cpu", "train.steps=2"]
+    for more, expected in (([], "runs/tiny"), (["optim.lr=1e-4"], "runs/tiny-2")):
+        done = subprocess.run(
+            base + more, cwd=tmp_path, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / expected / "metrics.jsonl").exists() and expected in done.stdout
+    assert "runs/tiny-2" in done.stderr
+
+
+def test_a_second_process_on_the_directory_exits_8_and_harms_nothing(folder, straight, tmp_path):
+    out = tmp_path / "busy"
+    process = start(folder, out)
+    wait_for(out, 1, process)
+    done = run(folder, out, code=8)
+    assert str(process.pid) in done.stderr
+    process.communicate(timeout=200)
+    assert process.returncode == 0
+    assert_equal_runs(out, straight[0])
+
+
+def test_two_devices_train_like_one(folder, straight, tmp_path):
+    out = tmp_path / "two"
+    run(folder, out, "train.steps=3", "--devices", "2")
+    ours, one = ([r for r in rows(o) if "loss" in r] for o in (out, straight[0]))
+    np.testing.assert_allclose(ours[0]["loss"], one[0]["loss"], rtol=1e-5)
+    np.testing.assert_allclose(ours[0]["grad_norm"], one[0]["grad_norm"], rtol=1e-5)
+
+
+def test_a_profile_of_the_asked_steps_is_written(folder, tmp_path):
+    out = tmp_path / "profile"
+    run(folder, out, "train.steps=4", "train.profile=[2,3]")
+    assert list((out / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (["train.batch_size=100000"], 3, ["rows", "train.batch_size"]),
+        (["data.sources=/nowhere/*.txt"], 3, ["/nowhere/*.txt"]),
+        (["train.step=3"], 2, ["train.step", "train.steps"]),
+        (["model.path=/nowhere"], 2, ["/nowhere"]),
+        (["mesh.fsdp=3"], 2, ["fsdp", "1 device"]),
+        (["data.tokenizer=/nowhere"], 3, ["/nowhere"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_mistakes_end_in_one_paragraph_before_anything_is_trained(
+    folder, tmp_path, more, code, words
+):
+    out = tmp_path / "never"
+    done = run(folder, out, *more, code=code)
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("error: ") and all(word in message for word in words)
+    assert not (out / "checkpoints").exists()
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(folder, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**TINY, "vocab_size": 100}))
+    done = run(folder, tmp_path / "out", f"model.path={model}", code=2)
+    assert "264" in done.stderr and "100" in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX file modes")
+def test_a_directory_that_cannot_be_written_is_one_paragraph(folder, tmp_path):
+    (tmp_path / "file").write_text("x")
+    done = run(folder, tmp_path / "file", code=2)
+    assert "is a file" in done.stderr
