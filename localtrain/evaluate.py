@@ -50,8 +50,8 @@ def evaluate(
         model = load(source, dtype)
         if words.size > model.spec.vocab:
             raise DataError(
-                f"the tokenizer has {words.size} tokens, but the vocabulary of the model at {source} "
-                f"is {model.spec.vocab}; use the model's own tokenizer"
+                f"the tokenizer has {words.size} tokens, but the model at {source} knows "
+                f"{model.spec.vocab} only; use the model's own tokenizer"
             )
         program = jax.jit(partial(steps.eval_step, model.network, run))
         nll, tokens = _sum(program, model.params, held, batch_size, batches, stop)

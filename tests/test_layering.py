@@ -39,7 +39,18 @@ ALLOWED = {
     "lock": BASE,
     "rundir": BELOW | {"lock", "checkpoint", "commit", "metrics"},
 }
-TOP = {"train", "job", "steplog", "generate", "evaluate", "api", "convert", "plan", "doctor"}
+TOP = {
+    "train",
+    "job",
+    "steplog",
+    "generate",
+    "complete",
+    "evaluate",
+    "api",
+    "convert",
+    "plan",
+    "doctor",
+}
 WITHOUT_JAX = ("errors", "config", "storage", "backend", "models", "data", "lock", "doctor")
 LIGHT = ("errors", "config", "storage", "backend")
 
