@@ -17,14 +17,14 @@ BASE = {"config", "storage", "backend"}
 BELOW = BASE | {"sharding", "runtime"}
 ALLOWED = {
     "errors": set(),
-    "config": {"storage"},
+    "config": {"storage", "configs"},
     "storage": set(),
     "backend": {"config"},
     "sharding": BASE,
     "runtime": BASE,
     "oom": BELOW,
     "nn": BELOW,
-    "models": BELOW | {"nn"},
+    "models": BELOW | {"nn", "configs"},
     "data": BELOW,
     "optim": BELOW,
     "losses": BELOW | {"nn"},
