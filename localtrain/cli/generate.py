@@ -7,7 +7,6 @@ import sys
 
 import click
 
-from localtrain.cli.data import show_progress
 from localtrain.cli.frame import (
     Command,
     backend_option,
@@ -16,6 +15,7 @@ from localtrain.cli.frame import (
     print_json,
     printable,
 )
+from localtrain.progress import show_stages
 
 DTYPES = click.Choice(["float32", "bfloat16"])
 
@@ -87,7 +87,7 @@ def evaluate(source: str, backend: str | None, as_json: bool, **options) -> None
     options["dtype"] = options["dtype"] or place.defaults().dtype
     with StopSignal.install() as stop:
         stop.nothing_to_save(True)
-        facts = measure(source, **options, progress=show_progress(), stop=stop.event)
+        facts = measure(source, **options, progress=show_stages(), stop=stop.event)
     if as_json:
         return print_json(facts)
     click.echo(
