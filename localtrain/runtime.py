@@ -239,8 +239,9 @@ def quiet_third_parties() -> None:
         absl_logging.set_verbosity(absl_logging.FATAL)
     except ImportError:
         pass
-    for name in ("orbax", "jax._src.xla_bridge", "jax._src.distributed", "asyncio", "fsspec"):
+    for name in ("orbax", "jax._src.xla_bridge", "jax._src.distributed", "fsspec"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # futures that Orbax left behind
 
 
 def is_lead() -> bool:

@@ -603,6 +603,7 @@ def test_kills_at_random_moments_leave_whole_checkpoints(tmp_path, trials):
         check_after_kill(folder)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio's
 def test_a_reader_keeps_up_with_a_writer_that_deletes_old_checkpoints(tmp_path):
     want = template({"x": jnp.zeros(1000)})
     writer, reader = Checkpoints(tmp_path, keep=1), Checkpoints(tmp_path)
