@@ -146,8 +146,9 @@ def survey() -> list[dict[str, Any]]:
 
 def jax_is_up() -> bool:
     """Whether jax has opened its devices in this process, after which settings come too late."""
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    return bridge is not None and bridge.backends_are_initialized()
+    bridge = sys.modules.get("jax._src.xla_bridge")  # jax has no public way to ask
+    ask = getattr(bridge, "backends_are_initialized", None)
+    return ask is not None and ask()
 
 
 def set_jax(**options: str | int) -> None:

@@ -28,6 +28,7 @@ ALLOWED = {
     "data": BELOW,
     "optim": BELOW,
     "losses": BELOW | {"nn"},
+    "sampling": BELOW | {"nn"},
     "metrics": BELOW | {"eventfile", "progress"},
     "eventfile": BASE,
     "progress": BASE,
@@ -177,3 +178,23 @@ def test_a_run_with_local_paths_loads_no_fsspec():
     code = "from localtrain.config import load_run; from localtrain import storage, backend\n"
     code += "load_run('quickstart'); storage.exists('x'); backend.survey()"
     assert not modules_after(code) & {"jax", "jaxlib", "fsspec"}
+
+
+def test_the_module_train_is_the_function_train_whoever_imports_it_first():
+    for first in ("import localtrain.train", "from localtrain.train import train", "pass"):
+        modules_after(
+            f"{first}\nimport localtrain\nfrom localtrain.train import train\n"
+            "assert callable(localtrain.train) and localtrain.train.train is train\n"
+            "try: localtrain.train('no-such-run')\n"
+            "except localtrain.errors.ConfigError as error: assert 'no-such-run' in str(error)\n"
+            "else: raise AssertionError"
+        )
+
+
+def test_public_names():
+    import localtrain
+
+    assert {"RunConfig", "__version__", "load", "train"} <= set(dir(localtrain))
+    assert localtrain.RunConfig.__module__ == "localtrain.config.schema"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = localtrain.nothing
