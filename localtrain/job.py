@@ -68,7 +68,9 @@ def hub_config(run: RunConfig) -> dict[str, Any]:
             f"model.init_from = {run.model.init_from!r}: training from given weights is not in "
             f"this version; model.preset or model.path trains from scratch."
         )
-    return models.read_hub_config(run.model.preset or run.model.path)
+    if run.model.preset:
+        return models.read_preset(run.model.preset)
+    return models.read_hub_config(run.model.path)
 
 
 def make_network(run: RunConfig, hf: dict[str, Any], backend: Backend) -> Network:

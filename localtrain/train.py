@@ -23,7 +23,7 @@ from localtrain.config import RunConfig, load_run
 from localtrain.data.fingerprint import explain_difference
 from localtrain.data.loader import Corpus, Prefetcher, prepare
 from localtrain.data.tokenizer import Tokenizer, load_tokenizer
-from localtrain.errors import DataError, NonFiniteError, Stopped
+from localtrain.errors import ConfigError, DataError, NonFiniteError, Stopped
 from localtrain.generate import generate
 from localtrain.job import Job, check_vocabulary, compile_job, describe, hub_config, make_network
 from localtrain.metrics import MetricsWriter, read_metrics
@@ -35,6 +35,7 @@ from localtrain.steplog import Profiler, StepLog
 
 log = logging.getLogger(__name__)
 Tree = Any
+TASKS = ("pretrain",)  # what this version can train
 
 
 @dataclass
@@ -66,6 +67,8 @@ def train(
     Stopped (75) when a signal ended it after saving.
     """
     run = load_run(run) if isinstance(run, str) else run
+    if run.task not in TASKS:
+        raise ConfigError(f"task: {run.task} is not in this version; it has {', '.join(TASKS)}.")
     place, why = choose(backend)
     notes = place.prepare_environment(run, devices)
     hf = hub_config(run)

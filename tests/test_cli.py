@@ -243,7 +243,7 @@ def test_dry_run_prints_a_run_file_and_starts_nothing(folder, tmp_path):
     done = localtrain("train", "quickstart", "train.steps=7", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
-    assert "# parameters: 1,772,992" in done.stdout and "# tokens: 28,672" in done.stdout
+    assert "# parameters: 821,632" in done.stdout and "# tokens: 28,672" in done.stdout
     (tmp_path / "again.yaml").write_text(done.stdout)
     from localtrain.config import load_run
 

@@ -29,20 +29,25 @@ def presets() -> list[str]:
     return sorted(path.name[: -len(".json")] for path in _preset_files())
 
 
+def read_preset(name: str) -> dict[str, Any]:
+    """The config.json of a packaged preset or its alias, whatever lies in the current folder."""
+    base, changes = ALIASES.get(name.lower(), (name.lower(), {}))
+    for preset in _preset_files():
+        if preset.name == f"{base}.json":
+            return _parse(preset.read_text(), name) | changes
+    guess = nearest(name.lower(), [*presets(), *ALIASES])
+    hint = f"; did you mean {guess}?" if guess else "."
+    raise ConfigError(
+        f"model {name!r}: neither a preset nor a local folder{hint} "
+        "`localtrain models` lists the presets."
+    )
+
+
 def read_hub_config(name: str) -> dict[str, Any]:
     """The config.json of a local folder or file, else of a preset or its alias."""
     path = Path(name)
     if not path.exists():
-        base, changes = ALIASES.get(name.lower(), (name.lower(), {}))
-        for preset in _preset_files():
-            if preset.name == f"{base}.json":
-                return _parse(preset.read_text(), name) | changes
-        guess = nearest(name.lower(), [*presets(), *ALIASES])
-        hint = f"; did you mean {guess}?" if guess else "."
-        raise ConfigError(
-            f"model {name!r}: neither a preset nor a local folder{hint} "
-            "`localtrain models` lists the presets."
-        )
+        return read_preset(name)
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
