@@ -149,6 +149,8 @@ class StopSignal:
                     callback()
                 except Exception:
                     log.debug("exit callback failed", exc_info=True)
+            if sys.__stderr__ is not None and sys.__stderr__.isatty():
+                sys.__stderr__.write("\x1b[?25h")  # a live line hides the cursor
             log.warning("%s Start the same command again to go on.", message)
             logging.shutdown()
 
