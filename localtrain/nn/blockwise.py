@@ -1,0 +1,277 @@
+"""Causal attention in blocks: memory O(T x block), work only where a key can be visible.
+
+The online softmax of "FlashAttention" (arXiv 2205.14135, 2307.08691) in plain JAX, with its own
+backward pass that recomputes the weights from the saved log-sum-exp. One scan visits the pairs of a
+query block and a key block that the causal order and the window allow, a list known when tracing;
+pairs that share no segment are skipped while running. Arrays are rearranged once so that the G
+queries of a key/value head and the T positions are rows of one matrix:
+
+    Z = batch x kv heads, R = T * G rows of queries, S keys; blocks of them in the loop.
+
+On CPU a step takes as many of Z as keep its scores in the cache; elsewhere all of them at once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+NEVER = -1e30  # score of an invisible key; finite, so that a row without keys stays finite
+CPU_BLOCK, CPU_SCORES = 128, 2**17  # best of 64 .. 512 and 2**16 .. 2**20 at T = 512
+BLOCK = 256
+
+
+class Kernel(NamedTuple):
+    """What is fixed when tracing."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class Rows(NamedTuple):
+    """One step's view: first index in Z, first query position, first key position."""
+
+    z: jax.Array
+    t: jax.Array
+    s: jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def blockwise(
+    kernel: Kernel,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segments_BT: jax.Array | None,
+    sinks_N: jax.Array | None,
+) -> jax.Array:
+    """Attention [B, T, N, H]; a query of segment 0 sees nothing and gets zeros."""
+    return _forward(kernel, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N)[0]
+
+
+def _forward(kernel, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N):
+    def run(block, limit, *args):
+        return Blocks(kernel, block, limit, *args).forward()
+
+    args = q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N
+    out_BTNH, lse_BTN = _by_platform(run, args)
+    out_BTNH = checkpoint_name(out_BTNH, "attention")
+    lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
+    return out_BTNH, (*args, out_BTNH, lse_BTN)
+
+
+def _backward(kernel, saved, g_BTNH):
+    def run(block, limit, q, k, v, segments, sinks, out, lse, g):
+        return Blocks(kernel, block, limit, q, k, v, segments, sinks).backward(out, lse, g)
+
+    *_, segments_BT, sinks_N, out_BTNH, lse_BTN = saved
+    dq, dk, dv = _by_platform(run, (*saved, g_BTNH))
+    d_sinks = None
+    if sinks_N is not None:
+        delta_BTN = _row_sum(out_BTNH, g_BTNH)
+        share_BTN = jnp.exp(sinks_N.astype(jnp.float32) - lse_BTN)
+        d_sinks = -jnp.sum(share_BTN * delta_BTN, axis=(0, 1)).astype(sinks_N.dtype)
+    no_gradient = None if segments_BT is None else np.zeros(segments_BT.shape, jax.dtypes.float0)
+    return dq, dk, dv, no_gradient, d_sinks
+
+
+blockwise.defvjp(_forward, _backward)
+
+
+def _by_platform(run, args):
+    """The block sizes of the platform that is compiled for, which need not be this process's."""
+    return lax.platform_dependent(
+        *args, cpu=partial(run, CPU_BLOCK, CPU_SCORES), default=partial(run, BLOCK, None)
+    )
+
+
+def _row_sum(a_BTNH: jax.Array, b_BTNH: jax.Array) -> jax.Array:
+    return jnp.sum(a_BTNH.astype(jnp.float32) * b_BTNH.astype(jnp.float32), axis=-1)
+
+
+class Blocks:
+    """The rearranged inputs and the two loops over them."""
+
+    def __init__(self, kernel: Kernel, block, limit, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N):
+        batch, length, heads, _ = q_BTNH.shape
+        self.kernel, self.batch, self.length = kernel, batch, length
+        self.kv_heads = k_BTKH.shape[2]
+        self.group = heads // self.kv_heads
+        self.block = min(block, -(-length // 16) * 16)
+        self.padded = -(-length // self.block) * self.block
+        self.dtype = q_BTNH.dtype
+        self.q_ZRH, self.k_ZSH, self.v_ZSH = map(self.to_rows, (q_BTNH, k_BTKH, v_BTKH))
+        self.rows = batch * self.kv_heads
+        self.step = self.rows if limit is None else self._fitting(limit)
+        self.sinks_N = sinks_N
+        self.segments_ZS = None
+        if segments_BT is not None:
+            segments_BS = jnp.pad(segments_BT, ((0, 0), (0, self.padded - length)))
+            self.segments_ZS = jnp.repeat(segments_BS, self.kv_heads, axis=0)
+
+    def _fitting(self, limit: int) -> int:
+        """The largest divisor of Z whose scores of one step stay within the limit."""
+        fit = max(1, limit // (self.block**2 * self.group))
+        return max(d for d in range(1, self.rows + 1) if self.rows % d == 0 and d <= fit)
+
+    # between [B, T, heads, H] and rows ----------------------------------------------------------
+
+    def to_rows(self, x_BTNH: jax.Array) -> jax.Array:
+        batch, length, heads, size = x_BTNH.shape
+        group = heads // self.kv_heads
+        x = x_BTNH.reshape(batch, length, self.kv_heads, group * size).transpose(0, 2, 1, 3)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.padded - length), (0, 0)))
+        return x.reshape(batch * self.kv_heads, self.padded * group, size)
+
+    def from_rows(self, x_ZRH: jax.Array) -> jax.Array:
+        size = x_ZRH.shape[-1]
+        x = x_ZRH.reshape(self.batch, self.kv_heads, self.padded, -1).transpose(0, 2, 1, 3)
+        return x[:, : self.length].reshape(self.batch, self.length, -1, size)
+
+    # the loop -----------------------------------------------------------------------------------
+
+    def pairs(self) -> Rows:
+        """Every (z, t, s) whose blocks can see one another by order and window."""
+        block, window = self.block, self.kernel.window
+        starts = range(0, self.padded, block)
+        near = [
+            (t, s)
+            for t in starts
+            for s in starts
+            if s <= t and (window is None or s + block - 1 > t - window)
+        ]
+        steps = [(z, t, s) for z in range(0, self.rows, self.step) for t, s in near]
+        return Rows(*(jnp.asarray(column, jnp.int32) for column in zip(*steps, strict=True)))
+
+    def queries(self, x: jax.Array, at: Rows) -> jax.Array:
+        """Rows of a query block of x [Z, R, ...]."""
+        start = (at.z, at.t * self.group) + (0,) * (x.ndim - 2)
+        return lax.dynamic_slice(x, start, (self.step, self.block * self.group, *x.shape[2:]))
+
+    def keys(self, x: jax.Array, at: Rows) -> jax.Array:
+        start = (at.z, at.s) + (0,) * (x.ndim - 2)
+        return lax.dynamic_slice(x, start, (self.step, self.block, *x.shape[2:]))
+
+    def put_queries(self, x: jax.Array, part: jax.Array, at: Rows) -> jax.Array:
+        return lax.dynamic_update_slice(x, part, (at.z, at.t * self.group) + (0,) * (x.ndim - 2))
+
+    def put_keys(self, x: jax.Array, part: jax.Array, at: Rows) -> jax.Array:
+        return lax.dynamic_update_slice(x, part, (at.z, at.s) + (0,) * (x.ndim - 2))
+
+    def mask(self, at: Rows) -> jax.Array:
+        """bool [Z or 1, rows, keys] of one step."""
+        t_R = at.t + lax.broadcasted_iota(jnp.int32, (self.block, self.group), 0).reshape(-1, 1)
+        s_S = at.s + lax.broadcasted_iota(jnp.int32, (1, self.block), 1)
+        mask = s_S <= t_R
+        if self.kernel.window is not None:
+            mask &= t_R - s_S < self.kernel.window
+        mask = mask[None]
+        if self.segments_ZS is not None:
+            of_q, of_k = self._segments(at)
+            of_q = jnp.repeat(of_q, self.group, axis=1)[:, :, None]
+            mask = mask & (of_q == of_k[:, None, :]) & (of_q > 0)
+        return mask
+
+    def _segments(self, at: Rows) -> tuple[jax.Array, jax.Array]:
+        of_q = self.keys(self.segments_ZS, Rows(at.z, at.t, at.t))
+        return of_q, self.keys(self.segments_ZS, at)
+
+    def when_near(self, at: Rows, compute, otherwise):
+        """compute() unless the segments of the two blocks are all different."""
+        if self.segments_ZS is None:
+            return compute()
+        of_q, of_k = self._segments(at)
+        low = jnp.where(of_k > 0, of_k, np.iinfo(np.int32).max).min(1)  # 0 is no segment
+        near = (of_q.max(1) >= low) & (of_q.min(1) <= of_k.max(1))
+        return lax.cond(near.any(), compute, lambda: otherwise)
+
+    def scores(self, at: Rows) -> jax.Array:
+        """Scaled and capped scores of one step, not masked, float32 [Z, rows, keys]."""
+        scores = _product("zrh,zsh->zrs", self.queries(self.q_ZRH, at), self.keys(self.k_ZSH, at))
+        scores = scores * self.kernel.scale
+        cap = self.kernel.softcap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+    def forward(self) -> tuple[jax.Array, jax.Array]:
+        """Output [B, T, N, H] and log-sum-exp [B, T, N]."""
+        z, r = self.q_ZRH.shape[:2]
+        top_ZR = jnp.full((z, r), NEVER, jnp.float32)
+        total_ZR = jnp.zeros((z, r), jnp.float32)
+        out_ZRH = jnp.zeros((z, r, self.v_ZSH.shape[-1]), jnp.float32)
+        carry, _ = lax.scan(self._forward_step, (top_ZR, total_ZR, out_ZRH), self.pairs())
+        top_ZR, total_ZR, out_ZRH = carry
+        if self.sinks_N is not None:
+            sinks = self.sinks_N.astype(jnp.float32).reshape(1, self.kv_heads, 1, self.group)
+            shape = (self.batch, self.kv_heads, self.padded, self.group)
+            sinks_ZR = jnp.broadcast_to(sinks, shape).reshape(z, r)
+            new_ZR = jnp.maximum(top_ZR, sinks_ZR)
+            shrink_ZR = jnp.exp(top_ZR - new_ZR)
+            total_ZR = total_ZR * shrink_ZR + jnp.exp(sinks_ZR - new_ZR)
+            out_ZRH, top_ZR = out_ZRH * shrink_ZR[..., None], new_ZR
+        total_ZR = jnp.maximum(total_ZR, 1e-30)
+        out_ZRH = out_ZRH / total_ZR[..., None]
+        lse_ZR1 = (top_ZR + jnp.log(total_ZR))[..., None]
+        return self.from_rows(out_ZRH).astype(self.dtype), self.from_rows(lse_ZR1)[..., 0]
+
+    def _forward_step(self, carry, at: Rows):
+        top, total, out = (self.queries(x, at) for x in carry)
+
+        def compute():
+            mask = self.mask(at)
+            scores = jnp.where(mask, self.scores(at), NEVER)
+            new = jnp.maximum(top, scores.max(-1))
+            weights = jnp.where(mask, jnp.exp(scores - new[..., None]), 0.0)
+            shrink = jnp.exp(top - new)
+            values = self.keys(self.v_ZSH, at)
+            more = _product("zrs,zsh->zrh", weights.astype(values.dtype), values)
+            return new, total * shrink + weights.sum(-1), out * shrink[..., None] + more
+
+        parts = self.when_near(at, compute, (top, total, out))
+        return tuple(self.put_queries(x, p, at) for x, p in zip(carry, parts, strict=True)), None
+
+    def backward(self, out_BTNH, lse_BTN, g_BTNH) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Gradients of q, k and v."""
+        g_ZRH = self.to_rows(g_BTNH)
+        lse_ZR = self.to_rows(lse_BTN[..., None])[..., 0]
+        delta_ZR = self.to_rows(_row_sum(out_BTNH, g_BTNH)[..., None])[..., 0]
+        step = partial(self._backward_step, g_ZRH, lse_ZR, delta_ZR)
+        start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (self.q_ZRH, self.k_ZSH, self.v_ZSH))
+        carry, _ = lax.scan(step, start, self.pairs())
+        dq, dk, dv = (self.from_rows(x).astype(self.dtype) for x in carry)
+        return dq, dk, dv
+
+    def _backward_step(self, g_ZRH, lse_ZR, delta_ZR, carry, at: Rows):
+        dq_ZRH, dk_ZSH, dv_ZSH = carry
+        old = self.queries(dq_ZRH, at), self.keys(dk_ZSH, at), self.keys(dv_ZSH, at)
+
+        def compute():
+            q, k = self.queries(self.q_ZRH, at), self.keys(self.k_ZSH, at)
+            g, v = self.queries(g_ZRH, at), self.keys(self.v_ZSH, at)
+            scores = self.scores(at)
+            weights = jnp.exp(scores - self.queries(lse_ZR, at)[..., None])
+            weights = jnp.where(self.mask(at), weights, 0.0)
+            slope = _product("zrh,zsh->zrs", g, v) - self.queries(delta_ZR, at)[..., None]
+            slope = weights * slope * self.kernel.scale
+            if self.kernel.softcap is not None:
+                slope = slope * (1.0 - (scores / self.kernel.softcap) ** 2)
+            slope, weights = slope.astype(q.dtype), weights.astype(g.dtype)
+            return (
+                old[0] + _product("zrs,zsh->zrh", slope, k),
+                old[1] + _product("zrs,zrh->zsh", slope, q),
+                old[2] + _product("zrs,zrh->zsh", weights, g),
+            )
+
+        dq, dk, dv = self.when_near(at, compute, old)
+        dq_ZRH = self.put_queries(dq_ZRH, dq, at)
+        return (dq_ZRH, self.put_keys(dk_ZSH, dk, at), self.put_keys(dv_ZSH, dv, at)), None
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
