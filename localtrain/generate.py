@@ -1,23 +1,28 @@
 """Generation with a cache: one compiled step per token, greedy or sampled.
 
-The prompt is padded to a multiple of 64 and goes through `Network.decode` at once; then one token
-at a time. Padding takes cache slots but is never seen, so rows may differ in length and be padded
-on either side.
+Prompts go through `Network.decode` in pieces of a few fixed lengths, so that a program compiled
+once serves prompts of any length; then one token at a time, each step dispatched before the host
+has read the one before. Rows of different lengths are shifted to end together (padding on the
+left), whatever side they were padded on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from localtrain.errors import ConfigError, DataError
-from localtrain.nn.decoder import Context, Network, Params
+from localtrain.errors import DataError
+from localtrain.nn.cached import Slots
+from localtrain.nn.decoder import Network, Params
+from localtrain.sampling import Sampling, choose, row_keys
 
-PROMPT_MULTIPLE = 64  # prompt lengths share compiled programs in steps of this
+PIECES = (512, 256, 128, 64)  # lengths in which prompts are read
+SHORTEST_CACHE, LONG_CACHE = 256, 4096  # caches double between these, then grow by the latter
 
 
 def stream_tokens(
@@ -29,41 +34,24 @@ def stream_tokens(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
     stop_ids: Sequence[int] = (),
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
+    vocab: int | None = None,
 ) -> Iterator[np.ndarray]:
     """New tokens int32 [B], one array per step, until every row has stopped.
 
-    A row that has produced one of `stop_ids` goes on with that id. Temperature 0 takes the best
-    token, ties to the lowest id. Raises DataError for prompts that are empty or hold unknown ids.
+    A row that has produced one of `stop_ids` goes on with that id. Sampling and seeds: see
+    sampling.py. vocab: ids from here on are padding and never come out (None: the model's own
+    size). Raises DataError for prompts that are empty or hold unknown ids, ConfigError for settings
+    that cannot be.
     """
+    sampling = Sampling(temperature, top_k, top_p, min_p)
     tokens_BT, mask_BT = check_prompt(network, input_ids_BT, attention_mask_BT)
-    length = tokens_BT.shape[1]
-    if temperature < 0:
-        raise ConfigError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
-    if max_new_tokens < 1:
-        return
-    padding = -length % PROMPT_MULTIPLE
-    tokens_BT = np.pad(tokens_BT, ((0, 0), (0, padding)))
-    mask_BT = np.pad(mask_BT, ((0, 0), (0, padding)))
-    total = tokens_BT.shape[1] + max_new_tokens
-    total += -total % PROMPT_MULTIPLE
-    prefill, step = _programs(network, total, temperature, top_k)
-    key = jax.random.key(seed)
-    token_B, position_B, cache = prefill(params, tokens_BT, mask_BT, jax.random.fold_in(key, 0))
-    stops = np.asarray(list(stop_ids), np.int32)
-    stopped_B = np.zeros(tokens_BT.shape[0], bool)
-    last_B = np.zeros(tokens_BT.shape[0], np.int32)
-    for number in range(1, max_new_tokens + 1):
-        current_B = token_B
-        if number < max_new_tokens:  # dispatched before the host waits for the current token
-            turn = jax.random.fold_in(key, number)
-            token_B, position_B, cache = step(params, current_B, position_B, cache, turn)
-        last_B = np.where(stopped_B, last_B, np.asarray(current_B))
-        yield last_B
-        stopped_B = stopped_B | np.isin(last_B, stops)
-        if stopped_B.all():
-            return
+    rows = [tokens[mask > 0] for tokens, mask in zip(tokens_BT, mask_BT, strict=True)]
+    decoder = Decoder(network, params, rows, max_new_tokens)
+    return decoder.stream(max_new_tokens, sampling, row_keys(seed, rows), stop_ids, vocab)
 
 
 def generate(
@@ -73,6 +61,158 @@ def generate(
     steps = list(stream_tokens(network, params, input_ids_BT, attention_mask_BT, **options))
     rows = np.asarray(input_ids_BT).shape[0]
     return np.stack(steps, axis=1) if steps else np.zeros((rows, 0), np.int32)
+
+
+class Decoder:
+    """Rows of tokens in a cache with room for some more."""
+
+    def __init__(
+        self, network: Network, params: Params, rows: Sequence[np.ndarray], room: int
+    ) -> None:
+        """rows: at least one token id each. room: how many tokens may follow."""
+        longest = max(len(row) for row in rows)
+        self.tokens_BT = np.zeros((len(rows), longest), np.int32)
+        for row, tokens_T in zip(rows, self.tokens_BT, strict=True):
+            tokens_T[longest - len(row) :] = row
+        first_B = np.array([longest - len(row) for row in rows], np.int32)
+        slots = cache_length(max(padded_length(longest), longest + room))
+        make = ByPeriod if _on_one_cpu(params) else Whole
+        self.place = make(network, params, slots, first_B)
+
+    def stream(
+        self,
+        count: int,
+        sampling: Sampling,
+        keys_B: jax.Array,
+        stop_ids: Sequence[int] = (),
+        vocab: int | None = None,
+    ) -> Iterator[np.ndarray]:
+        """Up to `count` new tokens int32 [B] a step."""
+        if count < 1:
+            return
+        numbers = sampling.numbers()
+        turn = jnp.zeros((), jnp.int32)
+        place = self.place
+        draw = place.sampler(sampling.kind, vocab)
+        token_B, turn = draw(self._read(), numbers, keys_B, turn)
+        stops = np.asarray(list(stop_ids), np.int32)
+        stopped_B = np.zeros(len(self.tokens_BT), bool)
+        last_B = np.zeros(len(self.tokens_BT), np.int32)
+        one = np.int32(1)
+        for number in range(1, count + 1):
+            current_B = token_B
+            if number < count:  # dispatched before the host waits for the current token
+                h_BD = place.advance(current_B[:, None], one)
+                token_B, turn = draw(h_BD, numbers, keys_B, turn)
+            last_B = np.where(stopped_B, last_B, np.asarray(current_B))
+            yield last_B
+            stopped_B = stopped_B | np.isin(last_B, stops)
+            if stopped_B.all():
+                return
+
+    def _read(self) -> jax.Array:
+        """Read the prompt; the final state after it, [B, D]."""
+        h_BD = None
+        for start in range(0, self.tokens_BT.shape[1], PIECES[0]):
+            piece_BT = self.tokens_BT[:, start : start + PIECES[0]]
+            count = piece_BT.shape[1]
+            padding = padded_length(count) - count
+            piece_BT = np.pad(piece_BT, ((0, 0), (0, padding)))
+            h_BD = self.place.advance(piece_BT, np.int32(count))
+        return h_BD
+
+
+class Whole:
+    """A network with a cache; one program takes all layers."""
+
+    def __init__(self, network: Network, params: Params, slots: int, first_B: np.ndarray):
+        self.network = network
+        self.params = params
+        self.ends = {k: v for k, v in params.items() if not k.startswith("stack_")}
+        self.cache = self._empty(slots, first_B)
+
+    def _empty(self, slots: int, first_B: np.ndarray) -> Params:
+        return self.network.init_cache(len(first_B), slots, jnp.asarray(first_B))
+
+    def advance(self, tokens_BT: jax.Array | np.ndarray, count: np.int32) -> jax.Array:
+        """Take `count` real tokens a row; the final state of the last of them, [B, D]."""
+        program = self.compiled("advance", _advance, donate_argnames="cache")
+        h_BD, self.cache = program(self.params, tokens_BT, self.cache, count)
+        return h_BD
+
+    def sampler(self, kind: tuple[bool, ...], vocab: int | None):
+        """(h_BD, numbers, keys_B, turn) -> (token_B, turn + 1)."""
+        program = self.compiled(("draw", kind, vocab), _draw, kind=kind, vocab=vocab)
+        return partial(program, self.ends)
+
+    def compiled(self, key, function, donate_argnames=None, **fixed):
+        """A program of this network, kept on it."""
+        programs = self.network.__dict__.setdefault("_generation", {})
+        if key not in programs:
+            call = partial(function, self.network, **fixed)
+            programs[key] = jax.jit(call, donate_argnames=donate_argnames)
+        return programs[key]
+
+
+class ByPeriod(Whole):
+    """The same on a CPU: a program of one period of layers, called for each.
+
+    A slice of a stacked weight is a copy in XLA's CPU programs, which made a step of 100M
+    parameters six times slower; weights that are apart (in the same memory) are read as they are.
+    And one period compiles in a second, whatever the depth.
+    """
+
+    def __init__(self, network: Network, params: Params, slots: int, first_B: np.ndarray):
+        super().__init__(network, params, slots, first_B)
+        self.stacks = [take_apart(params[f"stack_{i}"]) for i in range(len(network.stacks))]
+
+    def _empty(self, slots: int, first_B: np.ndarray) -> Params:
+        make, rows = self.network.init_stack_cache, len(first_B)
+        stacks = [
+            [make(i, 1, rows, slots) for _ in range(stack.repeat)]
+            for i, stack in enumerate(self.network.stacks)
+        ]
+        return {"length": np.int32(0), "first_B": jnp.asarray(first_B), "stacks": stacks}
+
+    def advance(self, tokens_BT: jax.Array | np.ndarray, count: np.int32) -> jax.Array:
+        cache = self.cache
+        where = Slots(cache["length"], cache["first_B"])
+        x_BTD = self.compiled("start", _start)(self.ends, tokens_BT)
+        for i, stack in enumerate(self.stacks):
+            program = self.compiled(("period", i), _period, donate_argnames="cache", i=i)
+            caches = cache["stacks"][i]
+            for r, weights in enumerate(stack):
+                x_BTD, caches[r] = program(weights, x_BTD, tokens_BT, where, count, cache=caches[r])
+        cache["length"] = cache["length"] + count
+        return self.compiled("end", _end)(self.ends, x_BTD, count)
+
+
+def padded_length(length: int) -> int:
+    """The slots that reading `length` tokens touches: whole pieces."""
+    whole, rest = divmod(length, PIECES[0])
+    return whole * PIECES[0] + (min(p for p in PIECES if p >= rest) if rest else 0)
+
+
+def cache_length(needed: int) -> int:
+    """Slots of a cache: few different sizes, each of which is a program."""
+    if needed > LONG_CACHE:
+        return -(-needed // LONG_CACHE) * LONG_CACHE
+    return max(SHORTEST_CACHE, 1 << (needed - 1).bit_length())
+
+
+def _on_one_cpu(params: Params) -> bool:
+    devices = [list(leaf.devices()) for leaf in jax.tree.leaves(params)]
+    return all(len(one) == 1 and one[0].platform == "cpu" for one in devices)
+
+
+def take_apart(stack: dict[str, Any]) -> list[dict[str, Any]]:
+    """One tree per period of a stack on a CPU, in the same memory where it is aligned."""
+    views = jax.tree.map(np.asarray, stack)
+    device = next(iter(jax.tree.leaves(stack)[0].devices()))
+    return [
+        jax.tree.map(lambda view, r=r: jax.device_put(view[r], device, may_alias=True), views)
+        for r in range(len(jax.tree.leaves(views)[0]))
+    ]
 
 
 def check_prompt(
@@ -109,42 +249,27 @@ def positions_of(mask_BT: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.cumsum(mask_BT, axis=1) - 1, 0)
 
 
-def _programs(network: Network, total: int, temperature: float, top_k: int | None):
-    """The compiled prefill and step of a network, kept on it."""
-    programs = network.__dict__.setdefault("_generation", {})
-    key = (total, temperature > 0, top_k)
-    if key not in programs:
-        choose = partial(_choose, greedy=temperature == 0, top_k=top_k)
-        prefill = jax.jit(partial(_prefill, network, choose, total))
-        step = jax.jit(partial(_step, network, choose), donate_argnames="cache")
-        programs[key] = prefill, step
-    prefill, step = programs[key]
-    scale = jnp.float32(temperature or 1.0)
-    return partial(prefill, scale), partial(step, scale)
+def _advance(network, params, tokens_BT, cache, count):
+    h_BTD, cache = network.decode(params, tokens_BT, cache, count)
+    return _last(h_BTD, count), cache
 
 
-def _prefill(network, choose, total, temperature, params, tokens_BT, mask_BT, key):
-    ctx = Context(tokens_BT, positions_of(mask_BT), mask_BT)
-    h_BTD, cache = network.decode(params, ctx, network.init_cache(tokens_BT.shape[0], total))
-    columns_T = jnp.arange(tokens_BT.shape[1])
-    last_B = jnp.max(jnp.where(mask_BT > 0, columns_T, 0), axis=1)
-    h_BD = jnp.take_along_axis(h_BTD, last_B[:, None, None], axis=1)[:, 0]
-    token_B = choose(network.logits(params, h_BD), temperature, key)
-    return token_B, jnp.sum(mask_BT, axis=1), cache
+def _start(network, ends, tokens_BT):
+    return network.decode_start(ends, tokens_BT)
 
 
-def _step(network, choose, temperature, params, token_B, position_B, cache, key):
-    ctx = Context(token_B[:, None], position_B[:, None])
-    h_BTD, cache = network.decode(params, ctx, cache)
-    token_B = choose(network.logits(params, h_BTD[:, 0]), temperature, key)
-    return token_B, position_B + 1, cache
+def _period(network, weights, x_BTD, tokens_BT, slots, count, cache, i):
+    return network.decode_period(i, weights, x_BTD, tokens_BT, slots, count, cache)
 
 
-def _choose(logits_BV, temperature, key, greedy: bool, top_k: int | None):
-    if greedy:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV / temperature
-    if top_k is not None and top_k < logits_BV.shape[-1]:
-        smallest_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
-        logits_BV = jnp.where(logits_BV < smallest_B1, -jnp.inf, logits_BV)
-    return jax.random.categorical(key, logits_BV).astype(jnp.int32)
+def _end(network, ends, x_BTD, count):
+    return network.decode_end(ends, _last(x_BTD, count))
+
+
+def _last(x_BTD, count):
+    return jax.lax.dynamic_index_in_dim(x_BTD, count - 1, axis=1, keepdims=False)
+
+
+def _draw(network, ends, h_BD, numbers, keys_B, turn, kind, vocab):
+    token_B = choose(kind, network.logits(ends, h_BD), numbers, keys_B, turn, vocab)
+    return token_B, turn + 1

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from localtrain.nn.attend import Keys, attend
+from localtrain.nn import cached
+from localtrain.nn.attend import attend
 from localtrain.nn.core import WEIGHT_STD, Policy, RMSNorm, param
 from localtrain.nn.rope import rotate
 from localtrain.nn.spec import Gqa, Rope
@@ -24,21 +25,15 @@ from localtrain.nn.spec import Gqa, Rope
 class Context:
     """What every block may know besides its input; nothing else goes from layer to layer.
 
-    `segments_BT` None means one document and no padding; segment 0 is padding. The last three
-    fields are filled in by the decoder.
+    `segments_BT` None means one document and no padding; segment 0 is padding. The last two fields
+    are filled in by the decoder.
     """
 
     tokens_BT: jax.Array
     positions_BT: jax.Array
     segments_BT: jax.Array | None = None
     tables: dict[Rope, tuple[jax.Array, jax.Array]] | None = None
-    cached: Keys | None = None  # positions and segments of the queries and of the cached keys
-    start: jax.Array | None = None  # cache slot of the first query
-
-    @property
-    def keys(self) -> Keys:
-        positions, segments = self.positions_BT, self.segments_BT
-        return Keys(positions, positions, segments, segments)
+    slots: cached.Slots | None = None  # where the tokens go in a cache
 
 
 class Attention(nnx.Module):
@@ -68,24 +63,21 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, dict | None]:
         """The output and, when a cache is given, the cache with this input's keys and values."""
         spec = self.spec
-        q_BTNH, k_BSKH, v_BSKH = self._project(x_BTD, ctx)
-        keys = ctx.keys
-        if cache is not None:
-            keys = ctx.cached
-            k_BSKH = _write(cache["k_BSKH"], k_BSKH, ctx.start)
-            v_BSKH = _write(cache["v_BSKH"], v_BSKH, ctx.start)
-            cache = {"k_BSKH": k_BSKH, "v_BSKH": v_BSKH}
-        out_BTNH = attend(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            keys,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks_N=self.sinks_N[...] if spec.sinks else None,
-        )
-        out_BTNH = checkpoint_name(out_BTNH, "attention")
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, ctx)
+        sinks_N = self.sinks_N[...] if spec.sinks else None
+        options = {
+            "scale": spec.scale,
+            "window": spec.window,
+            "softcap": spec.softcap,
+            "sinks_N": sinks_N,
+        }
+        if cache is None:
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, ctx.segments_BT, **options)
+        else:
+            k_LBKSH = cached.write(cache["k_LBKSH"], k_BTKH, ctx.slots)
+            v_LBKSH = cached.write(cache["v_LBKSH"], v_BTKH, ctx.slots)
+            cache = {"k_LBKSH": k_LBKSH, "v_LBKSH": v_LBKSH}
+            out_BTNH = cached.attend_cached(q_BTNH, k_LBKSH, v_LBKSH, ctx.slots, **options)
         out_BTD = jnp.einsum("BTNH,NHD->BTD", out_BTNH, self.wo_NHD[...].astype(self.dtype))
         if spec.out_bias:
             out_BTD = out_BTD + self.bo_D[...].astype(self.dtype)
@@ -109,11 +101,7 @@ class Attention(nnx.Module):
         return y + getattr(self, bias)[...].astype(self.dtype) if self.spec.qkv_bias else y
 
 
-def init_cache(spec: Gqa, batch: int, length: int, dtype) -> dict[str, jax.Array]:
-    """An empty cache of one layer."""
-    shape = (batch, length, spec.kv_heads, spec.head_dim)
-    return {"k_BSKH": jnp.zeros(shape, dtype), "v_BSKH": jnp.zeros(shape, dtype)}
-
-
-def _write(cache_BSKH: jax.Array, new_BTKH: jax.Array, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(cache_BSKH, new_BTKH, start, axis=1)
+def init_cache(spec: Gqa, layers: int, batch: int, length: int, dtype) -> dict[str, jax.Array]:
+    """An empty cache of some layers of one kind."""
+    zeros = cached.empty(layers, batch, spec.kv_heads, length, spec.head_dim, dtype)
+    return {"k_LBKSH": zeros, "v_LBKSH": jnp.zeros_like(zeros)}

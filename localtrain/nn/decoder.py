@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from localtrain.nn.attend import Keys
 from localtrain.nn.attention import Attention, Context, init_cache
+from localtrain.nn.cached import Slots
 from localtrain.nn.core import LOGIT_STD, WEIGHT_STD, Policy, RMSNorm, draw, param, soft_cap
 from localtrain.nn.mlp import GatedMlp
 from localtrain.nn.rope import rope_tables
@@ -138,7 +138,7 @@ class Network:
         for i, stack in enumerate(self.stacks):
             scanned = self.policy.scan and stack.repeat > 1
             body = _rematerialise(partial(self._period, i, ctx), remat, scanned)
-            x_BTD, _ = self._loop(body, x_BTD, params[f"stack_{i}"], stack.repeat)
+            x_BTD, _ = self._loop(body, (x_BTD, None), params[f"stack_{i}"], stack.repeat)
         return self._merge_ends(params).final_norm(x_BTD)
 
     def head(self, params: Params) -> tuple[jax.Array, str]:
@@ -168,72 +168,105 @@ class Network:
         names = ("embed_VD", "final_norm", "head_DV")
         return nnx.merge(self._ends, nnx.State({n: params[n] for n in names if n in params}))
 
-    def _period(self, i: int, ctx: Context, x_BTD: jax.Array, weights_and_cache):
-        """The layers of one period of stack i."""
-        weights, cache = weights_and_cache
-        new_cache = None if cache is None else {}
+    def _period(self, i: int, ctx: Context, x_and_cache, weights_and_layer):
+        """The layers of one period of stack i; their caches are those of all its periods."""
+        (x_BTD, cache), (weights, layer) = x_and_cache, weights_and_layer
+        if cache is not None:
+            cache = dict(cache)
+            ctx = dataclasses.replace(ctx, slots=ctx.slots._replace(layer=layer))
         for j, graph in enumerate(self._blocks[i]):
             name = f"layer_{j}"
             block = nnx.merge(graph, nnx.State(weights[name]))
             x_BTD, entry = block(x_BTD, ctx, None if cache is None else cache[name])
             if cache is not None:
-                new_cache[name] = entry
-        return x_BTD, new_cache
+                cache[name] = entry
+        return (x_BTD, cache), None
 
-    def _loop(self, body, x_BTD: jax.Array, weights: Params, repeat: int, cache=None):
-        """`body` over the leading axis of weights and cache."""
+    def _loop(self, body, x_and_cache, weights: Params, repeat: int):
+        """`body` over the leading axis of the weights; the cache goes along whole."""
         if self.policy.scan and repeat > 1:
-            return jax.lax.scan(body, x_BTD, (weights, cache), length=repeat)
-        caches = []
+            layers = jnp.arange(repeat, dtype=jnp.int32)
+            return jax.lax.scan(body, x_and_cache, (weights, layers), length=repeat)[0]
         for r in range(repeat):
-            x_BTD, entry = body(x_BTD, jax.tree.map(lambda a, r=r: a[r], (weights, cache)))
-            caches.append(entry)
-        stacked = None if cache is None else jax.tree.map(lambda *a: jnp.stack(a), *caches)
-        return x_BTD, stacked
+            layer = jax.tree.map(lambda a, r=r: a[r], weights)
+            x_and_cache, _ = body(x_and_cache, (layer, r))
+        return x_and_cache
 
     # decoding ---------------------------------------------------------------------------------
 
-    def init_cache(self, batch: int, length: int) -> Params:
-        """An empty cache for `length` tokens a row."""
-        dtype = self.policy.compute_dtype
-        cache = {
-            "length": jnp.zeros((), jnp.int32),
-            "positions_BS": jnp.zeros((batch, length), jnp.int32),
-            "segments_BS": jnp.zeros((batch, length), jnp.int32),
-        }
+    def init_cache(self, batch: int, length: int, first_B: jax.Array | None = None) -> Params:
+        """An empty cache for `length` tokens a row.
+
+        first_B [B]: how many slots each row leaves empty before its first token (padding on the
+        left), so that rows of different lengths end in the same slot.
+        """
+        first_B = jnp.zeros(batch, jnp.int32) if first_B is None else first_B
+        cache = {"length": jnp.zeros((), jnp.int32), "first_B": first_B}
         for i, stack in enumerate(self.stacks):
-            cache[f"stack_{i}"] = {
-                f"layer_{j}": jax.tree.map(
-                    lambda a, n=stack.repeat: jnp.zeros((n, *a.shape), a.dtype),
-                    init_cache(layer.mixer, batch, length, dtype),
-                )
-                for j, layer in enumerate(stack.period)
-            }
+            cache[f"stack_{i}"] = self.init_stack_cache(i, stack.repeat, batch, length)
         return cache
 
-    def decode(self, params: Params, ctx: Context, cache: Params) -> tuple[jax.Array, Params]:
+    def init_stack_cache(self, i: int, repeat: int, batch: int, length: int) -> Params:
+        """The cache of `repeat` periods of stack i."""
+        dtype = self.policy.compute_dtype
+        return {
+            f"layer_{j}": init_cache(layer.mixer, repeat, batch, length, dtype)
+            for j, layer in enumerate(self.stacks[i].period)
+        }
+
+    def decode(
+        self,
+        params: Params,
+        tokens_BT: jax.Array,
+        cache: Params,
+        count: jax.Array | int | None = None,
+    ) -> tuple[jax.Array, Params]:
         """Like `hidden` for tokens that follow those in the cache; returns the longer cache.
 
-        Padding (segment 0) takes a slot but is never seen, so rows may be padded on either side.
+        count: only so many of the T tokens are real, the rest is padding on the right whose slots
+        are free again.
         """
-        segments = ctx.segments_BT
-        if segments is None:
-            segments = jnp.ones_like(ctx.tokens_BT)
-        start = cache["length"]
-        write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
-        new = {
-            "length": start + ctx.tokens_BT.shape[1],
-            "positions_BS": write(cache["positions_BS"], ctx.positions_BT),
-            "segments_BS": write(cache["segments_BS"], segments),
-        }
+        count = tokens_BT.shape[1] if count is None else count
+        ctx = self._follow(tokens_BT, Slots(cache["length"], cache["first_B"]), count)
         x_BTD, ctx = self._embed(params, ctx)
-        seen = Keys(ctx.positions_BT, new["positions_BS"], segments, new["segments_BS"])
-        ctx = dataclasses.replace(ctx, cached=seen, start=start)
+        new = {"length": cache["length"] + count, "first_B": cache["first_B"]}
         for i, stack in enumerate(self.stacks):
             name = f"stack_{i}"
             body = partial(self._period, i, ctx)
-            x_BTD, new[name] = self._loop(body, x_BTD, params[name], stack.repeat, cache[name])
+            x_BTD, new[name] = self._loop(body, (x_BTD, cache[name]), params[name], stack.repeat)
         return self._merge_ends(params).final_norm(x_BTD), new
+
+    def decode_start(self, ends: Params, tokens_BT: jax.Array) -> jax.Array:
+        """The three parts of `decode` for a caller that loops over the layers by itself: first the
+        embedding; `ends` are the params without the stacks."""
+        return self._embed(ends, Context(tokens_BT, jnp.zeros_like(tokens_BT)))[0]
+
+    def decode_period(
+        self,
+        i: int,
+        weights: Params,
+        x_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        slots: Slots,
+        count: jax.Array | int,
+        cache: Params,
+    ) -> tuple[jax.Array, Params]:
+        """Then every period of stack i, with its own weights and cache (of one period)."""
+        ctx = self._follow(tokens_BT, slots, count)
+        ctx = dataclasses.replace(ctx, tables=self._rope_tables(ctx.positions_BT))
+        return self._period(i, ctx, (x_BTD, cache), (weights, 0))[0]
+
+    def decode_end(self, ends: Params, x_BTD: jax.Array) -> jax.Array:
+        """Last the final norm."""
+        return self._merge_ends(ends).final_norm(x_BTD)
+
+    def _follow(self, tokens_BT: jax.Array, slots: Slots, count: jax.Array | int) -> Context:
+        """The context of tokens that go into a cache."""
+        columns_T = jnp.arange(tokens_BT.shape[1])
+        positions_BT = slots.start + columns_T - slots.first_B[:, None]
+        real_BT = (positions_BT >= 0) & (columns_T < count)
+        positions_BT = jnp.maximum(positions_BT, 0)
+        return Context(tokens_BT, positions_BT, real_BT.astype(jnp.int32), slots=slots)
 
 
 def _rematerialise(body, remat: str, scanned: bool):
