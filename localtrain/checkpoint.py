@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from localtrain import arrays, commit
-from localtrain.errors import StorageError
+from localtrain.errors import LocaltrainError, StorageError
 from localtrain.restore import META, CheckpointReader, find_checkpoint, restore_params
 
 __all__ = ["CheckpointReader", "Checkpoints", "find_checkpoint", "restore_params"]
@@ -74,6 +74,23 @@ class Checkpoints(CheckpointReader):
         if block:
             self.wait()
         return time.monotonic() - began
+
+    def write(
+        self, step: int, leaves: dict[str, np.ndarray | arrays.Deferred], meta: dict[str, Any]
+    ) -> None:
+        """Save in the foreground, one leaf (by its full name) after another.
+
+        Raises StorageError, or what `Deferred.make` raises; then nothing is left.
+        """
+        facts = {**meta, "step": step, "versions": versions(), "arrays": arrays.describe(leaves)}
+        tmp = self.folder / f"tmp-{step}-{self.token}"
+        try:
+            self._write(tmp, step, leaves, commit.encode_json(facts))
+        except BaseException as error:
+            shutil.rmtree(tmp, ignore_errors=True)
+            if isinstance(error, LocaltrainError) or not isinstance(error, Exception):
+                raise
+            raise _storage_error(error, step, self.folder, []) from error
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the save in progress; False if it is still running after `timeout` seconds.
