@@ -45,6 +45,7 @@ class HubTokenizer:
         self._rust.no_truncation()
         self._rust.no_padding()
         names = _named_tokens(self._config, side.get("special_tokens_map.json", {}))
+        self.named = names
         _add_declared(self._rust, self._config, names, name)
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
@@ -64,6 +65,12 @@ class HubTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """int32 [n], nothing added; the name of a special token in the text becomes that token."""
         return np.array(self._rust.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`encode`, and the first and end character in the text of every id."""
+        found = self._rust.encode(text, add_special_tokens=False)
+        spans = np.array(found.offsets, np.int64).reshape(-1, 2)
+        return np.array(found.ids, np.int32), spans[:, 0], spans[:, 1]
 
     def encode_document(self, text: str) -> np.ndarray:
         return mark_document(self.encode(text), self)

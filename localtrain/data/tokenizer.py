@@ -34,10 +34,13 @@ class Tokenizer(Protocol):
     suffix: tuple[int, ...]  # all that is put after it: () or (eos_id,)
     stop_ids: tuple[int, ...]  # ids that end a generated text
     special: dict[str, int]
+    named: dict[str, str]  # what a chat template calls them: bos_token, eos_token, ...
     hash: str  # changes when any id or marker could change
-    chat_template: str | None
+    chat_template: str | list | None  # a list holds several, with names
 
     def encode(self, text: str) -> np.ndarray: ...
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
 
     def encode_document(self, text: str) -> np.ndarray: ...
 
@@ -85,6 +88,7 @@ class ByteTokenizer:
     suffix = (256,)
     stop_ids = (256, 258)
     special = BYTE_SPECIAL
+    named = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}  # noqa: RUF012
     chat_template = None
     hash = hashlib.sha256(b"localtrain byte tokenizer 1").hexdigest()[:16]
 
@@ -99,6 +103,15 @@ class ByteTokenizer:
             elif part:
                 parts.append(np.frombuffer(part.encode("utf-8"), np.uint8).astype(np.int32))
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`encode`, and the first and end character in the text of every id."""
+        starts, ends = [], []
+        for part in re.finditer(_BYTE_SPLIT.pattern + "|.", text, re.DOTALL):
+            size = 1 if part[0] in self.special else len(part[0].encode("utf-8"))
+            starts += [part.start()] * size
+            ends += [part.end()] * size
+        return self.encode(text), np.array(starts, np.int64), np.array(ends, np.int64)
 
     def encode_document(self, text: str) -> np.ndarray:
         return mark_document(self.encode(text), self)
