@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from localtrain import models, sharding, steps
+from localtrain import compile_cache, models, sharding, steps
 from localtrain.backend import Backend
 from localtrain.config import RunConfig
 from localtrain.errors import ConfigError
@@ -40,6 +40,7 @@ class Job:
     step: Callable[[Tree, steps.Batch, jax.Array], tuple[Tree, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, steps.Batch], jax.Array]
     compile_s: float
+    from_cache: int  # of the three programs
     peak_flops: float | None  # of all devices together, FLOP/s; None when there is no source
 
     @property
@@ -102,7 +103,8 @@ def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:
     """Compile the three programs side by side. Raises OutOfMemoryError with advice."""
     mesh = sharding.make_mesh(run.mesh)
     _check_rows(run, mesh)
-    began = time.monotonic()
+    cache, began = compile_cache.enable(), time.monotonic()
+    before = cache.hits
     programs = steps.lower(network, run, mesh)
     options = backend.compiler_options(run)
 
@@ -121,6 +123,7 @@ def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:
         step=train,
         evaluate=evaluate,
         compile_s=time.monotonic() - began,
+        from_cache=cache.hits - before,
         peak_flops=None if peak is None else peak * jax.device_count(),
     )
 

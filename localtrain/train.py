@@ -94,7 +94,8 @@ def train(
             log.info("%s", line)
         log.info("compiling %s", describe(run, network)["summary"])
         job = compile_job(run, network, place)
-        log.info("compiled in %.1f s", job.compile_s)
+        cached = f" ({job.from_cache} of 3 programs from the cache)" if job.from_cache else ""
+        log.info("compiled in %.1f s%s", job.compile_s, cached)
         return _train(job, corpus, tokenizer, home, stop)
 
 

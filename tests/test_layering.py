@@ -23,6 +23,7 @@ ALLOWED = {
     "sharding": BASE,
     "runtime": BASE,
     "oom": BELOW,
+    "compile_cache": BASE,
     "nn": BELOW,
     "models": BELOW | {"nn", "configs"},
     "data": BELOW,
