@@ -50,7 +50,11 @@ def stream_tokens(
     sampling = Sampling(temperature, top_k, top_p, min_p)
     tokens_BT, mask_BT = check_prompt(network, input_ids_BT, attention_mask_BT)
     rows = [tokens[mask > 0] for tokens, mask in zip(tokens_BT, mask_BT, strict=True)]
-    decoder = Decoder(network, params, rows, max_new_tokens)
+    longest = max(len(row) for row in rows)
+    first_B = np.array([longest - len(row) for row in rows], np.int32)
+    together_BT = np.stack([np.pad(row, (longest - len(row), 0)) for row in rows])
+    decoder = Decoder(network, params, slots_for(longest, max_new_tokens), first_B)
+    decoder.read(together_BT)
     return decoder.stream(max_new_tokens, sampling, row_keys(seed, rows), stop_ids, vocab)
 
 
@@ -64,20 +68,35 @@ def generate(
 
 
 class Decoder:
-    """Rows of tokens in a cache with room for some more."""
+    """Rows of tokens in a cache: `read` some, `stream` what follows, read more."""
 
     def __init__(
-        self, network: Network, params: Params, rows: Sequence[np.ndarray], room: int
+        self, network: Network, params: Params, slots: int, first_B: np.ndarray | None = None
     ) -> None:
-        """rows: at least one token id each. room: how many tokens may follow."""
-        longest = max(len(row) for row in rows)
-        self.tokens_BT = np.zeros((len(rows), longest), np.int32)
-        for row, tokens_T in zip(rows, self.tokens_BT, strict=True):
-            tokens_T[longest - len(row) :] = row
-        first_B = np.array([longest - len(row) for row in rows], np.int32)
-        slots = cache_length(max(padded_length(longest), longest + room))
+        """slots: room of the cache, from `slots_for`. first_B: padding on the left of each row of
+        the first tokens that will be read (None: one row without any)."""
+        self.slots = slots
+        self.length = 0  # slots in use
+        first_B = np.zeros(1, np.int32) if first_B is None else first_B
+        self.rows = len(first_B)
         make = ByPeriod if _on_one_cpu(params) else Whole
-        self.place = make(network, params, slots, first_B)
+        self._place = make(network, params, slots, first_B)
+        self._h_BD: jax.Array | None = None  # final state after the last token read
+
+    def read(self, tokens_BT: np.ndarray) -> None:
+        """Take tokens into the cache. The caller sees to it that they fit."""
+        for start in range(0, tokens_BT.shape[1], PIECES[0]):
+            piece_BT = tokens_BT[:, start : start + PIECES[0]].astype(np.int32)
+            count = piece_BT.shape[1]
+            padding = padded_length(count) - count
+            piece_BT = np.pad(piece_BT, ((0, 0), (0, padding)))
+            self._h_BD = self._place.advance(piece_BT, np.int32(count))
+            self.length += count
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` slots; only for networks with `rewinds`."""
+        self.length = length
+        self._place.cache["length"] = np.int32(length)
 
     def stream(
         self,
@@ -87,39 +106,28 @@ class Decoder:
         stop_ids: Sequence[int] = (),
         vocab: int | None = None,
     ) -> Iterator[np.ndarray]:
-        """Up to `count` new tokens int32 [B] a step."""
+        """Up to `count` new tokens int32 [B] a step. What was given out is in the cache, but for
+        the last one when all `count` came."""
         if count < 1:
             return
         numbers = sampling.numbers()
-        turn = jnp.zeros((), jnp.int32)
-        place = self.place
-        draw = place.sampler(sampling.kind, vocab)
-        token_B, turn = draw(self._read(), numbers, keys_B, turn)
+        draw = self._place.sampler(sampling.kind, vocab)
+        token_B, turn = draw(self._h_BD, numbers, keys_B, np.int32(0))
         stops = np.asarray(list(stop_ids), np.int32)
-        stopped_B = np.zeros(len(self.tokens_BT), bool)
-        last_B = np.zeros(len(self.tokens_BT), np.int32)
+        stopped_B = np.zeros(self.rows, bool)
+        last_B = np.zeros(self.rows, np.int32)
         one = np.int32(1)
         for number in range(1, count + 1):
             current_B = token_B
             if number < count:  # dispatched before the host waits for the current token
-                h_BD = place.advance(current_B[:, None], one)
-                token_B, turn = draw(h_BD, numbers, keys_B, turn)
+                self._h_BD = self._place.advance(current_B[:, None], one)
+                self.length += 1
+                token_B, turn = draw(self._h_BD, numbers, keys_B, turn)
             last_B = np.where(stopped_B, last_B, np.asarray(current_B))
             yield last_B
             stopped_B = stopped_B | np.isin(last_B, stops)
             if stopped_B.all():
                 return
-
-    def _read(self) -> jax.Array:
-        """Read the prompt; the final state after it, [B, D]."""
-        h_BD = None
-        for start in range(0, self.tokens_BT.shape[1], PIECES[0]):
-            piece_BT = self.tokens_BT[:, start : start + PIECES[0]]
-            count = piece_BT.shape[1]
-            padding = padded_length(count) - count
-            piece_BT = np.pad(piece_BT, ((0, 0), (0, padding)))
-            h_BD = self.place.advance(piece_BT, np.int32(count))
-        return h_BD
 
 
 class Whole:
@@ -193,8 +201,12 @@ def padded_length(length: int) -> int:
     return whole * PIECES[0] + (min(p for p in PIECES if p >= rest) if rest else 0)
 
 
-def cache_length(needed: int) -> int:
-    """Slots of a cache: few different sizes, each of which is a program."""
+def slots_for(length: int, more: int) -> int:
+    """Slots of a cache for a prompt of `length` tokens and `more` after it.
+
+    Few different sizes, because each is a program of its own.
+    """
+    needed = max(padded_length(length), length + more)
     if needed > LONG_CACHE:
         return -(-needed // LONG_CACHE) * LONG_CACHE
     return max(SHORTEST_CACHE, 1 << (needed - 1).bit_length())

@@ -264,9 +264,9 @@ def test_generate_streams_the_same_text_as_json(folder, monkeypatch, capfd):
     plain = capfd.readouterr()
     assert "backend cpu" in plain.err
     assert cli.run(["generate", *options, "--json"]) == 0
-    document = json.loads(capfd.readouterr().out)
-    assert plain.out == "line" + document["text"] + "\n"
-    assert 1 <= document["tokens"] <= 12
+    (written,) = json.loads(capfd.readouterr().out)["completions"]
+    assert plain.out == "line" + written["text"] + "\n"
+    assert 1 <= written["tokens"] <= 12
 
 
 def test_eval_counts_every_token_once_whatever_the_batch(folder, monkeypatch, capfd):

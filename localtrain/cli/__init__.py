@@ -14,8 +14,9 @@ import click
 
 from localtrain.cli.data import data
 from localtrain.cli.doctor import doctor
+from localtrain.cli.evaluate import evaluate
 from localtrain.cli.frame import Group, help_alone
-from localtrain.cli.generate import evaluate, generate
+from localtrain.cli.generate import generate
 from localtrain.cli.models import models
 from localtrain.cli.show import backends, config
 from localtrain.cli.train import TASK_COMMANDS, train

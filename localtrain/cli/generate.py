@@ -1,9 +1,12 @@
-"""`localtrain generate` and `localtrain eval`: use a model from disk."""
+"""`localtrain generate`: a model from disk continues texts."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -15,82 +18,151 @@ from localtrain.cli.frame import (
     print_json,
     printable,
 )
-from localtrain.progress import show_stages
 
 DTYPES = click.Choice(["float32", "bfloat16"])
 
 
+def model_options(command: Callable) -> Callable:
+    """--dtype, --tokenizer and --backend."""
+    command = backend_option(command)
+    command = click.option("--tokenizer", metavar="T", help="Instead of the one beside the model.")(
+        command
+    )
+    return click.option(
+        "--dtype", type=DTYPES, help="Of weights and arithmetic; default: the backend's."
+    )(command)
+
+
+def sampling_options(command: Callable) -> Callable:
+    """How the next token is chosen. What is not given is the folder's own choice."""
+    ours = "default: the folder's generation_config.json, else"
+    for option in reversed(
+        [
+            click.option(
+                "--temperature",
+                type=click.FloatRange(min=0),
+                metavar="T",
+                help=f"0 = always the best token; {ours} 0.8.",
+            ),
+            click.option(
+                "--top-k",
+                type=click.IntRange(min=1),
+                metavar="K",
+                help=f"Of the K best tokens only; {ours} all.",
+            ),
+            click.option(
+                "--top-p",
+                type=click.FloatRange(0, 1, min_open=True),
+                metavar="P",
+                help=f"Of the best tokens that have probability P together; {ours} 1.",
+            ),
+            click.option(
+                "--min-p",
+                type=click.FloatRange(0, 1),
+                metavar="P",
+                help=f"Of tokens with at least P times the best one's probability; {ours} 0.",
+            ),
+            click.option(
+                "--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."
+            ),
+            click.option("--seed", type=int, default=0, show_default=True),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def settings_from(source: str, options: dict[str, Any]) -> Any:
+    """The Settings of these command line options; takes them out of `options`."""
+    from localtrain.complete import Settings, sampling_defaults
+
+    names = [field.name for field in dataclasses.fields(Settings)]
+    given = {name: options.pop(name) for name in names if name in options}
+    given = {name: value for name, value in given.items() if value is not None}
+    asked = {"temperature", "top_k", "top_p", "min_p"} & set(given)
+    if given.get("temperature") == 0 and asked == {"temperature"}:
+        return Settings(**given)
+    return Settings(**{**sampling_defaults(source), **given})
+
+
 @click.command(cls=Command)
 @click.argument("source", metavar="CKPT_OR_HF_DIR")
-@click.option("--prompt", default="", help="Text to continue; default: a text from its beginning.")
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT",
+    help="Text to continue; repeatable. Default: a text from its beginning.",
+)
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=200, show_default=True, metavar="N"
 )
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.8,
-    show_default=True,
-    metavar="T",
-    help="0 = always the best token.",
-)
-@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Of the K best tokens only.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--dtype", type=DTYPES, help="Of weights and arithmetic; default: the backend's.")
-@click.option("--tokenizer", metavar="T", help="Instead of the one beside the model.")
-@backend_option
+@sampling_options
+@model_options
 @json_option
-def generate(source: str, backend: str | None, as_json: bool, **options) -> None:
-    """Continue a text.
+def generate(
+    source: str,
+    prompts: tuple[str, ...],
+    backend: str | None,
+    dtype: str | None,
+    tokenizer: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Continue texts.
 
     CKPT_OR_HF_DIR is a run directory, one checkpoint of it, or a folder with config.json and
-    safetensors. The text goes to stdout as it is written.
+    safetensors. One text goes to stdout as it is written, several one after the other at the end.
     """
     place = open_backend(backend)
-    from localtrain.complete import complete
+    from localtrain.complete import Writer, encode_prompt, find_tokenizer
 
-    options["dtype"] = options["dtype"] or place.defaults().dtype
+    prompts = prompts or ("",)
+    words = find_tokenizer(source, tokenizer)
+    for prompt in prompts:  # refused before the weights are read
+        encode_prompt(words, prompt)
+    settings = settings_from(source, options)
+    writer = Writer.open(source, dtype or place.defaults().dtype, tokenizer)
+    done: list = []
+    clock = Clock()
+    if len(prompts) == 1 and not as_json:
+        show(prompts[0])
+    for row, piece in writer.write(prompts, settings, done):
+        clock.tick(row)
+        if len(prompts) == 1 and not as_json:
+            show(piece)
     if as_json:
-        return print_json(dataclasses.asdict(complete(source, **options)))
-    shown = False
-
-    def write(piece: str) -> None:
-        nonlocal shown
-        text = piece if shown else options["prompt"] + piece
-        click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
-        shown = True
-
-    done = complete(source, **options, write=write)
-    click.echo()
-    click.echo(f"{done.tokens} tokens in {done.seconds:.1f} s", err=True)
+        return print_json({"completions": [dataclasses.asdict(one) for one in done]})
+    if len(prompts) > 1:
+        for n, one in enumerate(done, 1):
+            click.echo(f"--- {n} of {len(done)}")
+            show(one.prompt + one.text)
+            click.echo()
+    else:
+        click.echo()
+    click.echo(clock.report(sum(one.tokens for one in done)), err=True)
 
 
-@click.command("eval", cls=Command)
-@click.argument("source", metavar="CKPT_OR_HF_DIR")
-@click.option("--data", "sources", multiple=True, metavar="SRC", help="Documents; may be repeated.")
-@click.option("--seq-len", type=click.IntRange(min=2), metavar="N", help="Default: the run's.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, metavar="N")
-@click.option("--batches", type=click.IntRange(min=1), metavar="N", help="Default: all rows.")
-@click.option("--dtype", type=DTYPES, help="Of weights and arithmetic; default: the backend's.")
-@click.option("--tokenizer", metavar="T", help="Instead of the one beside the model.")
-@backend_option
-@json_option
-def evaluate(source: str, backend: str | None, as_json: bool, **options) -> None:
-    """Loss and perplexity on held-out text.
+def show(text: str) -> None:
+    """To stdout at once, made harmless for a terminal."""
+    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
 
-    Without --data: on what the run at CKPT_OR_HF_DIR held out while it trained.
-    """
-    place = open_backend(backend)
-    from localtrain.evaluate import evaluate as measure
-    from localtrain.runtime import StopSignal
 
-    options["dtype"] = options["dtype"] or place.defaults().dtype
-    with StopSignal.install() as stop:
-        stop.nothing_to_save(True)
-        facts = measure(source, **options, progress=show_stages(), stop=stop.event)
-    if as_json:
-        return print_json(facts)
-    click.echo(
-        f"{source}: loss {facts['loss']:.4f}, perplexity {facts['perplexity']:.2f} on "
-        f"{facts['tokens']:,} tokens in {facts['rows']:,} rows of {facts['seq_len']}"
-    )
+class Clock:
+    """Time to the first piece (with compilation) and the pace after it."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.first: float | None = None
+
+    def tick(self, row: int) -> None:
+        if self.first is None:
+            self.first = time.monotonic()
+
+    def report(self, tokens: int) -> str:
+        now = time.monotonic()
+        line = f"{tokens} tokens in {now - self.began:.1f} s"
+        if self.first is not None and tokens > 1 and now > self.first:
+            line += f", the first after {self.first - self.began:.1f} s"
+            line += f", then {(tokens - 1) / (now - self.first):.1f} tokens/s"
+        return line
