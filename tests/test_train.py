@@ -286,6 +286,24 @@ def test_two_devices_train_like_one(folder, straight, tmp_path):
     ours, one = ([r for r in rows(o) if "loss" in r] for o in (out, straight[0]))
     np.testing.assert_allclose(ours[0]["loss"], one[0]["loss"], rtol=1e-5)
     np.testing.assert_allclose(ours[0]["grad_norm"], one[0]["grad_norm"], rtol=1e-5)
+    assert "resuming" in run(folder, out, "train.steps=4").stderr  # and opens on one device
+
+
+def test_a_full_disk_ends_with_6_and_the_checkpoints_before_are_good(folder, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1400k", "tmpfs", str(small)]
+    if os.name != "posix" or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        done = run(folder, small / "run", "checkpoint.every=2", code=6)
+        assert "error: " in done.stderr and "full" in done.stderr.splitlines()[-1]
+        steps = Checkpoints(small / "run" / "checkpoints").steps()
+        assert steps and steps[-1] < 20
+        for step in steps:
+            assert all(np.isfinite(a).all() for a in arrays(small / "run", step).values())
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
 
 
 def test_a_profile_of_the_asked_steps_is_written(folder, tmp_path):
