@@ -14,8 +14,7 @@ transformers name by name.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,39 +22,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from localtrain import storage
+from localtrain import convert, hubdir, storage
 from localtrain.errors import ConfigError, DataError
 from localtrain.generate import check_prompt, generate, positions_of
 from localtrain.losses import Head, weighted_nll_sum
 from localtrain.models import read_hub_config, rules_from, spec_from, weights
-from localtrain.models.files import DTYPES as FILE_DTYPES
-from localtrain.models.files import HubFiles, write_tensors
 from localtrain.nn.core import Policy
 from localtrain.nn.decoder import Context, Network, Params, build
 from localtrain.nn.spec import Model
+from localtrain.source import Source, open_source
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 IGNORED = -100  # label of a token that is not trained
-COPIED = (  # files beside the weights that a saved folder needs to be used
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja"),
-    "generation_config.json",
-)
 
 
 def load(source: str, dtype: str | None = None, seed: int = 0) -> LanguageModel:
-    """A model from a Hub folder, a run directory or checkpoint of ours, or a preset's name.
+    """A model from a Hub folder or id, a run or checkpoint of ours, or a preset's name.
 
     A preset has no weights: it starts from `seed`. `dtype` is that of weights and computation,
     float32 unless given. Raises ConfigError for what the config says, DataError for the weights.
     """
-    source = str(source)
-    if storage.is_dir(source):
-        if storage.exists(storage.join(source, "config.json")):
-            return _load_hub(source, dtype)
-        return _load_checkpoint(source, dtype)
+    source, policy = str(source), _policy(dtype)
+    if storage.is_dir(source) or ("/" in source and not storage.exists(source)):
+        found = open_source(source)
+        network = build(found.network.spec, policy)
+        return LanguageModel(found.hf, network, found.params(network.shapes), found)
     hf = read_hub_config(source)
-    network = build(spec_from(hf, source), _policy(dtype))
+    network = build(spec_from(hf, source), policy)
     return LanguageModel(hf, network, jax.jit(network.init)(jax.random.key(seed)))
 
 
@@ -66,49 +59,20 @@ def _policy(dtype: str | None) -> Policy:
     return Policy(param_dtype=kind, compute_dtype=kind)
 
 
-def _load_hub(folder: str, dtype: str | None) -> LanguageModel:
-    hf = read_hub_config(folder)
-    network = build(spec_from(hf, storage.join(folder, "config.json")), _policy(dtype))
-    return LanguageModel(hf, network, read_params(hf, network, folder), folder)
-
-
-def _load_checkpoint(folder: str, dtype: str | None) -> LanguageModel:
-    from localtrain.checkpoint import find_checkpoint, restore_params
-
-    found, _ = find_checkpoint(folder)
-    where = storage.join(storage.parent_of(str(found.folder)), "model.json")
-    if not storage.exists(where):
-        raise DataError(f"{where}: missing, so the model of this checkpoint is not known.")
-    hf = read_hub_config(where)
-    network = build(spec_from(hf, where), _policy(dtype))
-    params, _ = restore_params(folder, network.shapes)
-    return LanguageModel(hf, network, params)
-
-
-def read_params(hf: Mapping[str, Any], network: Network, folder: str, place=None) -> Params:
-    """The parameters of a Hub folder for a network, leaf by leaf.
-
-    `place(path, numpy array)` puts a leaf where it belongs; by default on the first device.
-    """
-    files = HubFiles(folder)
-    table = rules_from(hf)
-    entries = weights.expand(table, network)
-    weights.check_tensors(entries, files.shapes(), table, folder, network.spec.tied)
-    place = place or (lambda path, array: jnp.asarray(array))
-    dtype = network.policy.param_dtype
-    return weights.import_params(entries, network, files.read_float, dtype, place)
-
-
 class LanguageModel:
-    """A network with its parameters and the Hub config that it came from."""
+    """A network with its parameters, the Hub config and, when from disk, where it came from."""
 
     def __init__(
-        self, hf: Mapping[str, Any], network: Network, params: Params, folder: str | None = None
+        self,
+        hf: Mapping[str, Any],
+        network: Network,
+        params: Params,
+        source: Source | None = None,
     ):
         self.hf = dict(hf)
         self.network = network
         self.params = params
-        self.folder = folder
+        self.source = source
         self._logits = jax.jit(partial(_logits, network))
         self._grads = jax.jit(jax.value_and_grad(partial(_mean_loss, network)))
 
@@ -149,7 +113,7 @@ class LanguageModel:
                 np.where(trained_BT, next_BT, 0).astype(np.int32),
                 trained_BT.astype(np.float32),
             )
-        return float(loss), dict(weights.export_tensors(self._entries(), grads))
+        return float(loss), dict(weights.export_tensors(self._entries(), weights.read_from(grads)))
 
     def generate(
         self,
@@ -181,30 +145,16 @@ class LanguageModel:
         if name not in DTYPES:
             raise ConfigError(f"dtype is {name!r}; known are {', '.join(DTYPES)}.")
         entries = self._entries()
-        plan = {entry.name: (entry.shape, DTYPES[name]) for entry in entries.values()}
-        tensors = weights.export_tensors(entries, self.params)
-        carried = self._carried(plan)
-        storage.make_dirs(folder)
-        write_tensors(folder, plan, itertools.chain(tensors, carried))
-        hf = {k: v for k, v in self.hf.items() if k not in ("quantization_config", "dtype")}
-        hf["torch_dtype"] = name
-        text = json.dumps(hf, indent=2) + "\n"
-        storage.write_atomic(storage.join(folder, "config.json"), text.encode())
-        for file in COPIED if self.folder else ():
-            source = storage.join(self.folder, file)
-            if storage.exists(source):
-                storage.write_atomic(storage.join(folder, file), storage.read_bytes(source))
-
-    def _carried(self, plan: dict) -> Iterator[tuple[str, np.ndarray]]:
-        """The untrained tensors of the source folder, noted in `plan` with their own dtypes."""
-        if self.folder is None:
-            return iter(())
-        files, table = HubFiles(self.folder), rules_from(self.hf)
-        names = [name for name in files.tensors if table.is_carried(name)]
-        for name in names:
-            stored = files.tensors[name]
-            plan[name] = (stored.shape, FILE_DTYPES[stored.dtype])
-        return ((name, files.read(name)) for name in names)
+        plan = {entry.name: (entry.shape, np.dtype(DTYPES[name])) for entry in entries.values()}
+        tensors = weights.export_tensors(entries, weights.read_from(self.params))
+        files = {}
+        if self.source is not None:
+            plan |= convert.carried_plan(self.source)
+            tensors = itertools.chain(tensors, self.source.read_carried())
+            files = convert.files_beside(self.source)
+        ends = convert.ends_of(self.source)
+        hf = hubdir.export_config(self.hf, name, self.spec.tied, ends)
+        hubdir.write_hub_folder(folder, hf, plan, tensors, files)
 
     def _entries(self) -> dict[str, weights.Entry]:
         return weights.expand(rules_from(self.hf), self.network)

@@ -143,9 +143,7 @@ def read(folder: Path, contents: Contents, template: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def compare(
-    contents: Contents, template: Any, folder: Path, partial: bool, cast: bool
-) -> None:
+def compare(contents: Contents, template: Any, folder: Path, partial: bool, cast: bool) -> None:
     """Raise a DataError that names the leaves in which checkpoint and template differ."""
     wanted = name_leaves(template)
     missing = [name for name in wanted if name not in contents]

@@ -9,6 +9,7 @@ other failure of the storage is a StorageError that names the path.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob as local_glob
 import os
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
-from localtrain.errors import StorageError
+from localtrain.errors import LocaltrainError, StorageError
 
 R = TypeVar("R")
 
@@ -90,7 +91,7 @@ def _remote(action: str, path: str, call: Callable[[Any, str], R]) -> R:
     filesystem, key = _filesystem(path)
     try:
         return call(filesystem, key)
-    except (FileNotFoundError, StorageError):
+    except (FileNotFoundError, LocaltrainError):
         raise
     except Exception as error:  # every client has its own exception classes
         raise storage_error(action, path, error) from error
@@ -230,15 +231,33 @@ def write_atomic(path: str, data: bytes | Iterable[bytes]) -> None:
     upload ends, so there one upload does it.
     """
     if is_url(path):
-        whole = data if isinstance(data, (bytes, bytearray, memoryview)) else b"".join(data)
-        return _remote("write", path, lambda fs, key: _put(fs, key, bytes(whole)))
+        whole = isinstance(data, (bytes, bytearray, memoryview))
+        put = _put if whole else _put_pieces
+        return _remote("write", path, lambda fs, key: put(fs, key, data))
     pieces = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
     return _local("write", path, lambda: _write_local(local_path(path), pieces))
 
 
 def _put(filesystem: Any, key: str, data: bytes) -> None:
     filesystem.makedirs(key.rsplit("/", 1)[0], exist_ok=True)
-    filesystem.pipe_file(key, data)
+    filesystem.pipe_file(key, bytes(data))
+
+
+def _put_pieces(filesystem: Any, key: str, pieces: Iterable[bytes]) -> None:
+    """One upload in parts; when it fails the object is not published, not even by __del__."""
+    filesystem.makedirs(key.rsplit("/", 1)[0], exist_ok=True)
+    file = filesystem.open(key, "wb")
+    try:
+        for piece in pieces:
+            file.write(piece)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            file.discard()
+            file.closed = True
+        with contextlib.suppress(Exception):  # file systems that publish while they write
+            filesystem.rm_file(key)
+        raise
+    file.close()
 
 
 def _write_local(path: str, pieces: Iterable[bytes]) -> None:

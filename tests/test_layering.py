@@ -42,6 +42,9 @@ ALLOWED = {
     "rundir": BELOW | {"lock", "checkpoint", "commit", "metrics"},
 }
 TOP = {
+    "hubdir",
+    "source",
+    "parity",
     "train",
     "job",
     "steplog",

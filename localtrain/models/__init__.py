@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from localtrain import storage
 from localtrain.configs.models.aliases import ALIASES
 from localtrain.errors import ConfigError, nearest
+from localtrain.models.files import is_there
 from localtrain.models.hub import HubConfig
 from localtrain.models.weights import Table
 from localtrain.nn.spec import Model
@@ -44,15 +46,19 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def read_hub_config(name: str) -> dict[str, Any]:
-    """The config.json of a local folder or file, else of a preset or its alias."""
-    path = Path(name)
-    if not path.exists():
-        return read_preset(name)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise ConfigError(f"{name}: this folder has no config.json, so it is not a Hub model.")
-    return _parse(path.read_text(), str(path))
+    """The config.json of a folder or file (local or URL), else of a preset or its alias.
+
+    A run directory has it as model.json.
+    """
+    if storage.is_dir(name):
+        for file in ("config.json", "model.json"):
+            path = storage.join(name, file)
+            if is_there(path):
+                return _parse(storage.read_bytes(path), path)
+        raise ConfigError(f"{name}: this folder has no config.json, so it is not a Hub model.")
+    if storage.exists(name):
+        return _parse(storage.read_bytes(name), name)
+    return read_preset(name)
 
 
 def spec_from(hf: Mapping[str, Any], where: str = "config.json") -> Model:
@@ -97,10 +103,10 @@ def _preset_files() -> list:
     return [path for path in folder.iterdir() if path.name.endswith(".json")]
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
+def _parse(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON ({error}); fetch the file again.") from None
     if not isinstance(values, dict):
         raise ConfigError(

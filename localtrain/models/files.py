@@ -20,6 +20,7 @@ from localtrain import storage
 from localtrain.errors import DataError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000  # of one file, as transformers writes them
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -71,28 +72,65 @@ class HubFiles:
             raise _damaged(stored.path, f"it ends inside the tensor {name}")
         return np.frombuffer(raw, DTYPES[stored.dtype]).reshape(stored.shape)
 
-    def read_float(self, name: str) -> np.ndarray:
-        """The tensor as it is, when it holds finite floating-point numbers of 16 bits or more."""
+    def float_type(self, name: str) -> np.dtype:
+        """The type to keep a weight in: its own, float32 for float64. DataError for others."""
         stored = self.tensors[name]
         if stored.dtype not in ("F64", "F32", "F16", "BF16"):
             raise DataError(
                 f"{stored.path}: the tensor {name} has the type {stored.dtype}; weights must be "
                 "F32, BF16 or F16 here. Packed weights of this kind cannot be read."
             )
+        return DTYPES["F32" if stored.dtype == "F64" else stored.dtype]
+
+    def read_float(self, name: str) -> np.ndarray:
+        """The tensor as it is, when it holds finite floating-point numbers of 16 bits or more."""
+        self.float_type(name)
         array = self.read(name)
-        if not np.isfinite(array).all():
+        if not _all_finite(array):
             raise DataError(
-                f"{stored.path}: the tensor {name} holds numbers that are not finite; the file is "
-                "damaged or the training that wrote it had failed. Fetch it again."
+                f"{self.tensors[name].path}: the tensor {name} holds numbers that are not finite; "
+                "the file is damaged or the training that wrote it had failed. Fetch it again."
             )
         return array
+
+    def are_equal(self, first: str, second: str, at_once: int = 1 << 24) -> bool:
+        """Whether two tensors have the same type, shape and bytes."""
+        a, b = self.tensors[first], self.tensors[second]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        pieces = range(0, a.end - a.start, at_once)
+        return all(self._bytes(a, i, at_once) == self._bytes(b, i, at_once) for i in pieces)
+
+    def _bytes(self, stored: Stored, offset: int, size: int) -> bytes:
+        start = stored.start + offset
+        return storage.read_range(stored.path, start, min(start + size, stored.end))
+
+
+def _all_finite(array: np.ndarray, at_once: int = 1 << 22) -> bool:
+    """In pieces, because the answer of numpy is as long as the question."""
+    flat = array.reshape(-1)
+    return all(np.isfinite(flat[i : i + at_once]).all() for i in range(0, flat.size, at_once))
+
+
+def is_there(path: str) -> bool:
+    """Whether a file exists. A link that leads nowhere is a DataError that says so."""
+    if storage.exists(path):
+        return True
+    if not storage.is_url(path) and os.path.islink(storage.local_path(path)):
+        target = os.readlink(storage.local_path(path))
+        raise DataError(
+            f"{path} is a symbolic link to {target}, which is not there: a Hugging Face cache that "
+            "was copied without what its links lead to? Copy it with the links followed (cp -rL, "
+            "rsync -L)."
+        )
+    return False
 
 
 def _find(folder: str) -> dict[str, Stored]:
     single, index = storage.join(folder, SINGLE), storage.join(folder, INDEX)
-    if storage.exists(single):
+    if is_there(single):
         return read_header(single)
-    if storage.exists(index):
+    if is_there(index):
         return _read_index(folder, index)
     names = storage.list_dir(folder)
     pickles = [n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz"))]
@@ -101,7 +139,10 @@ def _find(folder: str) -> dict[str, Stored]:
             f"{folder}: the weights are in {pickles[0]}, a format that can run code when it is "
             f"opened, so it is refused. Take the {SINGLE} of the same model, or convert it."
         )
-    raise DataError(f"{folder}: there is neither {SINGLE} nor {INDEX}, so there are no weights.")
+    found = f"; it holds {', '.join(names[:8])}" if names else ""
+    raise DataError(
+        f"{folder}: there is neither {SINGLE} nor {INDEX}, so there are no weights{found}."
+    )
 
 
 def _read_index(folder: str, index: str) -> dict[str, Stored]:
@@ -114,12 +155,15 @@ def _read_index(folder: str, index: str) -> dict[str, Stored]:
         raise _damaged(index, f"its `weight_map` cannot be read ({error})") from None
     if not plain or not names:
         raise _damaged(index, "its `weight_map` must give plain file names of this folder")
-    headers = {}
-    for file in files:
-        path = storage.join(folder, file)
-        if not storage.exists(path):
-            raise DataError(f"{index}: it names {file}, which is not there. Fetch that file.")
-        headers[file] = read_header(path)
+    paths = {file: storage.join(folder, file) for file in files}
+    missing = [file for file in files if not is_there(paths[file])]
+    if missing:
+        raise DataError(
+            f"{folder}: {len(missing)} of the {len(files)} weight files that {INDEX} names are not "
+            f"there: {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}. Was the "
+            "download complete? Fetch them again."
+        )
+    headers = {file: read_header(paths[file]) for file in files}
     absent = [name for name, file in names.items() if name not in headers[file]]
     if absent:
         raise _damaged(index, f"{names[absent[0]]} does not hold {absent[0]} as the index says")
@@ -140,8 +184,8 @@ def read_header(path: str) -> dict[str, Stored]:
         text = storage.read_range(path, 8, 8 + length).decode("utf-8")
         header = json.loads(text, object_pairs_hook=_unique)
         header.pop("__metadata__", None)
-        tensors = {name: _stored(path, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        tensors = {name: _stored(path, 8 + length, name, entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"its header cannot be read ({error})") from None
     position = 8 + length
     for stored in sorted(tensors.values(), key=lambda s: (s.start, s.end)):
@@ -149,7 +193,9 @@ def read_header(path: str) -> dict[str, Stored]:
             raise _damaged(path, "its tensors overlap or leave gaps")
         position = stored.end
     if position != size:
-        raise _damaged(path, f"it has {size} bytes where its header promises {position}")
+        cut = [name for name, stored in tensors.items() if stored.end > size]
+        lost = f": {len(cut)} tensors are cut off, first {cut[0]}" if cut else ""
+        raise _damaged(path, f"it has {size} bytes where its header promises {position}{lost}")
     return tensors
 
 
@@ -160,14 +206,14 @@ def _unique(pairs: list[tuple]) -> dict:
     return values
 
 
-def _stored(path: str, base: int, entry: dict) -> Stored:
+def _stored(path: str, base: int, name: str, entry: dict) -> Stored:
     shape = tuple(entry["shape"])
     start, end = entry["data_offsets"]
     whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"unknown type {entry['dtype']!r}")
+        raise ValueError(f"the tensor {name} has the unknown type {entry['dtype']!r}")
     if not whole or end - start != math.prod(shape) * DTYPES[entry["dtype"]].itemsize:
-        raise ValueError(f"shape {list(shape)} does not fit its {end - start} bytes")
+        raise ValueError(f"the tensor {name}: {list(shape)} does not fit its {end - start} bytes")
     return Stored(path, entry["dtype"], shape, base + start, base + end)
 
 
@@ -182,7 +228,7 @@ def write_tensors(
     folder: str,
     plan: dict[str, tuple[tuple[int, ...], np.dtype]],
     tensors: Iterable[tuple[str, np.ndarray]],
-    shard_bytes: int = 5_000_000_000,
+    shard_bytes: int = SHARD_BYTES,
 ) -> list[str]:
     """Write tensors, which must come in the order of `plan` and are cast to its dtypes.
 

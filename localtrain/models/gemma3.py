@@ -11,7 +11,8 @@ import math
 
 from localtrain.errors import ConfigError
 from localtrain.models.hub import HubConfig, make_rope
-from localtrain.models.weights import Rule, Table, attention_rules, decoder_rules
+from localtrain.models.tables import attention_rules, decoder_rules
+from localtrain.models.weights import Rule, Table
 from localtrain.nn.spec import Glu, Gqa, Layer, Model, Rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -90,4 +91,5 @@ def weights(hf: HubConfig) -> Table:
         Rule(layer + "pre_feedforward_layernorm.weight", "ffn_norm/scale", "D -> D"),
         Rule(layer + "post_feedforward_layernorm.weight", "ffn_out_norm/scale", "D -> D"),
     ]
-    return Table(rules, carried=VISION if wrapped else ())
+    tied = (prefix + "embed_tokens.weight", head)
+    return Table(rules, carried=VISION if wrapped else (), tied=tied)

@@ -8,7 +8,8 @@ the same in every layer, and no biases.
 from __future__ import annotations
 
 from localtrain.models.hub import HubConfig
-from localtrain.models.weights import Table, attention_rules, decoder_rules, norm_after_mixer
+from localtrain.models.tables import attention_rules, decoder_rules, norm_after_mixer
+from localtrain.models.weights import Table
 from localtrain.nn.spec import Glu, Gqa, Layer, Model
 
 

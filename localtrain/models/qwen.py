@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from localtrain.errors import ConfigError
 from localtrain.models.hub import HubConfig
-from localtrain.models.weights import Table, attention_rules, decoder_rules, norm_after_mixer
+from localtrain.models.tables import attention_rules, decoder_rules, norm_after_mixer
+from localtrain.models.weights import Table
 from localtrain.nn.spec import Glu, Gqa, Layer, Model
 
 

@@ -16,12 +16,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from localtrain.errors import DataError
 
 Leaf = tuple[str, ...]  # path of a parameter in the nested dict
+# Computed from the config, yet stored by old versions of transformers (Llama 2): never read.
+BUFFERS = (".rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,11 @@ class Table:
 
     rules: list[Rule]
     carried: tuple[str, ...] = ()
+    # The two names of one matrix when embeddings are tied; only the first is used.
+    tied: tuple[str, str] = ("model.embed_tokens.weight", "lm_head.weight")
 
     def is_carried(self, name: str) -> bool:
-        return name.startswith(self.carried)
+        return name.startswith(self.carried) or name.endswith(BUFFERS)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Entry:
 
 def expand(table: Table, network) -> dict[str, Entry]:
     """Every Hub tensor that a network uses, by name; each parameter is covered."""
-    shapes = _flatten(network.shapes)
+    shapes = {leaf: tuple(x.shape) for leaf, x in flatten(network.shapes).items()}
     entries: dict[str, Entry] = {}
     for rule in table.rules:
         if "{layer}" not in rule.hub:
@@ -149,56 +154,77 @@ def _check_cover(entries: dict[str, Entry], shapes: dict[Leaf, tuple]) -> None:
         raise AssertionError(f"no weight rule writes the parameters {missing}")
 
 
-def _flatten(tree: dict, prefix: Leaf = ()) -> dict[Leaf, tuple]:
+def flatten(tree: dict, prefix: Leaf = ()) -> dict[Leaf, Any]:
+    """The leaves of a nested dict by path."""
     flat = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, (*prefix, key))
+            flat |= flatten(value, (*prefix, key))
         else:
-            flat[(*prefix, key)] = tuple(value.shape)
+            flat[(*prefix, key)] = value
     return flat
+
+
+def put(tree: dict, leaf: Leaf, value: Any) -> None:
+    """Hang a leaf into a nested dict."""
+    for key in leaf[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[leaf[-1]] = value
 
 
 # both directions -------------------------------------------------------------------------------
 
 
-def import_params(
-    entries: dict[str, Entry],
-    network,
-    read: Callable[[str], np.ndarray],
-    dtype,
-    place: Callable[[Leaf, np.ndarray], object] = lambda leaf, array: array,
-) -> dict:
-    """The nested dict of parameters, filled leaf by leaf from `read(hub name)`.
+Part = tuple[Entry, int, tuple]  # a Hub tensor, which part of it, where in the leaf that goes
 
-    `place` may send a finished leaf to a device, so that the host holds one leaf at a time.
-    """
-    by_leaf: dict[Leaf, list] = {}
+
+def parts_by_leaf(entries: dict[str, Entry]) -> dict[Leaf, list[Part]]:
+    """What each parameter is made of."""
+    parts: dict[Leaf, list[Part]] = {}
     for entry in entries.values():
         for number, (leaf, index) in enumerate(entry.targets):
-            by_leaf.setdefault(leaf, []).append((entry, number, index))
-    tree: dict = {}
-    for leaf, shape in _flatten(network.shapes).items():
-        array = np.zeros(shape, dtype)
-        for entry, number, index in by_leaf[leaf]:
-            array[index] = entry.part(read(entry.name), number)
-        node = tree
-        for key in leaf[:-1]:
-            node = node.setdefault(key, {})
-        node[leaf[-1]] = place(leaf, array)
-    return tree
+            parts.setdefault(leaf, []).append((entry, number, index))
+    return parts
 
 
-def export_tensors(entries: dict[str, Entry], tree: dict) -> Iterator[tuple[str, np.ndarray]]:
-    """Hub names and tensors of a nested dict of parameters or gradients, one at a time."""
+def read_leaf(
+    parts: list[Part], shape: tuple[int, ...], dtype, read: Callable[[str], np.ndarray]
+) -> np.ndarray:
+    """One parameter, filled from `read(hub name)`; padding of the vocabulary stays zero."""
+    array = np.zeros(shape, dtype)
+    for entry, number, index in parts:
+        array[index] = entry.part(read(entry.name), number)
+    return array
+
+
+def export_tensors(
+    entries: dict[str, Entry], read: Callable[[Leaf], np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Hub names and tensors of parameters or gradients, one at a time.
+
+    `read(leaf)` gives a parameter; it is asked for once, then for its neighbours' sake kept until
+    a tensor needs other ones.
+    """
+    held: dict[Leaf, np.ndarray] = {}
     for entry in entries.values():
-        parts = []
-        for leaf, index in entry.targets:
-            node = tree
-            for key in leaf:
-                node = node[key]
-            parts.append(np.asarray(node[index]))
-        yield entry.name, entry.join(parts)
+        leaves = [leaf for leaf, _ in entry.targets]
+        held = {leaf: array for leaf, array in held.items() if leaf in leaves}
+        for leaf in leaves:
+            if leaf not in held:
+                held[leaf] = read(leaf)
+        yield entry.name, entry.join([np.asarray(held[leaf][at]) for leaf, at in entry.targets])
+
+
+def read_from(tree: dict) -> Callable[[Leaf], np.ndarray]:
+    """`read` of `export_tensors` for a nested dict of arrays."""
+
+    def read(leaf: Leaf) -> np.ndarray:
+        node = tree
+        for key in leaf:
+            node = node[key]
+        return node
+
+    return read
 
 
 def check_tensors(
@@ -208,20 +234,22 @@ def check_tensors(
     where: str,
     tied: bool,
 ) -> None:
-    """DataError unless the file's tensors are exactly those the model uses or carries."""
+    """DataError unless the file's tensors are exactly those the model uses or carries.
+
+    A second copy of tied embeddings is left to the caller, who can compare it.
+    """
+    spare = table.tied[1] if tied else None
     missing = [name for name in entries if name not in shapes]
-    extra = [name for name in shapes if name not in entries and not table.is_carried(name)]
+    extra = [n for n in shapes if n not in entries and n != spare and not table.is_carried(n)]
     wrong = [
         f"{name} is {list(shapes[name])}, the config gives {list(entry.shape)}"
         for name, entry in entries.items()
         if name in shapes and shapes[name] != entry.shape
     ]
-    head = [name for name in (missing + extra) if name.endswith("lm_head.weight")]
-    if head:
-        has = "has no" if head[0] in missing else "has a separate"
+    if missing == [table.tied[1]] and not tied:
         raise DataError(
-            f"{where}: the config says `tie_word_embeddings: {str(tied).lower()}`, but the file "
-            f"{has} output head ({head[0]}). Correct the config or take the file it belongs to."
+            f"{where}: the config says `tie_word_embeddings: false`, but the file has no output "
+            f"head ({missing[0]}). Correct the config or take the file it belongs to."
         )
     faults = []
     for label, names in (("missing", missing), ("not known", extra), ("of another shape", wrong)):
@@ -233,49 +261,3 @@ def check_tensors(
             f"{where}: the tensors do not fit the config.json: {'; '.join(faults)}. Every tensor "
             "must be used; take the config.json that was published with this file."
         )
-
-
-# tables that many families share ---------------------------------------------------------------
-
-
-def decoder_rules(tied: bool, prefix: str = "model.", head: str = "lm_head.weight") -> list[Rule]:
-    """Embedding, final norm, head, block norms and the gated MLP, in the Llama spelling."""
-    layer = prefix + "layers.{layer}."
-    rules = [
-        Rule(prefix + "embed_tokens.weight", "embed_VD", "V D -> V D"),
-        Rule(prefix + "norm.weight", "final_norm/scale", "D -> D"),
-        Rule(layer + "input_layernorm.weight", "mixer_norm/scale", "D -> D"),
-        Rule(layer + "mlp.gate_proj.weight", "ffn/w_gate_DF", "F D -> D F"),
-        Rule(layer + "mlp.up_proj.weight", "ffn/w_up_DF", "F D -> D F"),
-        Rule(layer + "mlp.down_proj.weight", "ffn/w_down_FD", "D F -> F D"),
-        Rule(layer + "mlp.gate_proj.bias", "ffn/b_gate_F", "F -> F"),
-        Rule(layer + "mlp.up_proj.bias", "ffn/b_up_F", "F -> F"),
-        Rule(layer + "mlp.down_proj.bias", "ffn/b_down_D", "D -> D"),
-    ]
-    if not tied:
-        rules.append(Rule(head, "head_DV", "V D -> D V"))
-    return rules
-
-
-def attention_rules(prefix: str = "model.") -> list[Rule]:
-    """Attention in the Llama spelling; rules of parts that a layer lacks do nothing."""
-    layer = prefix + "layers.{layer}.self_attn."
-    return [
-        Rule(layer + "q_proj.weight", "mixer/wq_DNH", "(N H) D -> D N H"),
-        Rule(layer + "k_proj.weight", "mixer/wk_DKH", "(K H) D -> D K H"),
-        Rule(layer + "v_proj.weight", "mixer/wv_DKH", "(K H) D -> D K H"),
-        Rule(layer + "o_proj.weight", "mixer/wo_NHD", "D (N H) -> N H D"),
-        Rule(layer + "q_proj.bias", "mixer/bq_NH", "(N H) -> N H"),
-        Rule(layer + "k_proj.bias", "mixer/bk_KH", "(K H) -> K H"),
-        Rule(layer + "v_proj.bias", "mixer/bv_KH", "(K H) -> K H"),
-        Rule(layer + "o_proj.bias", "mixer/bo_D", "D -> D"),
-        Rule(layer + "q_norm.weight", "mixer/q_norm/scale", "H -> H"),
-        Rule(layer + "k_norm.weight", "mixer/k_norm/scale", "H -> H"),
-        Rule(layer + "sinks", "mixer/sinks_N", "N -> N"),
-    ]
-
-
-def norm_after_mixer(prefix: str = "model.") -> Rule:
-    """Llama's name of the norm between attention and feed-forward."""
-    name = prefix + "layers.{layer}.post_attention_layernorm.weight"
-    return Rule(name, "ffn_norm/scale", "D -> D")

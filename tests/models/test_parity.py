@@ -7,6 +7,7 @@ import pytest
 
 from localtrain import api
 from localtrain.models import spec_from
+from localtrain.models.files import HubFiles
 
 FAMILIES = ["qwen3", "qwen2_5", "llama2", "llama3_1", "mistral", "gemma3_text"]
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -57,8 +58,8 @@ def test_both_config_dialects_give_the_same_spec(golden, family):
 def test_export_then_import_is_identity(golden, family, tmp_path):
     g = golden(family)
     g.model().save_hub(str(tmp_path))
-    before = api.HubFiles(str(g.folder))
-    after = api.HubFiles(str(tmp_path))
+    before = HubFiles(str(g.folder))
+    after = HubFiles(str(tmp_path))
     assert set(before.tensors) == set(after.tensors)
     for name in before.tensors:
         np.testing.assert_array_equal(before.read(name), after.read(name))
@@ -80,7 +81,7 @@ def test_vision_tensors_are_carried_and_written_back(golden, tmp_path):
     model = g.model()
     model.save_hub(str(tmp_path))
     assert (tmp_path / "model.safetensors").stat().st_size > 0
-    before, after = api.HubFiles(str(g.folder)), api.HubFiles(str(tmp_path))
+    before, after = HubFiles(str(g.folder)), HubFiles(str(tmp_path))
     assert set(before.tensors) == set(after.tensors)
     for name in before.tensors:
         np.testing.assert_array_equal(before.read(name), after.read(name))

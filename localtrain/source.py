@@ -1,0 +1,196 @@
+"""A model on disk, whatever wrote it: a Hugging Face folder, or a run or checkpoint of ours.
+
+Both kinds give the same: the Hub config, the parameters one at a time in the type they are stored
+in, the tensors that are carried along untrained, and the files beside them. `load`, `import`,
+`export` and a warm start all read through this. Everything that a header can tell is checked when
+a source is opened; the values are read on demand, the largest first, so that the peak of memory is
+the finished model and little more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from localtrain import arrays, hubdir, storage
+from localtrain.checkpoint import find_checkpoint
+from localtrain.data.tokenizer import BYTE_MARKER
+from localtrain.errors import DataError
+from localtrain.models import read_hub_config, rules_from, spec_from, weights
+from localtrain.models.files import DTYPES, INDEX, SINGLE, HubFiles
+from localtrain.models.weights import Leaf
+from localtrain.nn.decoder import Params, build
+
+CARRIED, TOKENIZER, MODEL = "carried", "tokenizer", "model.json"  # in a run directory
+
+
+def open_source(name: str) -> Source:
+    """The model that a name means: see `hubdir.locate`, and runs and checkpoints of ours.
+
+    Raises ConfigError for what its config says, DataError for everything else.
+    """
+    folder = hubdir.locate(name)
+    if storage.exists(storage.join(folder, hubdir.CONFIG)):
+        return HubSource(name, folder)
+    if storage.is_url(folder):
+        raise DataError(f"{name}: there is no {hubdir.CONFIG}, so it is not a Hub model.")
+    names = storage.list_dir(folder)
+    if {SINGLE, INDEX} & set(names) or any(n.endswith((".safetensors", ".bin")) for n in names):
+        raise DataError(f"{name}: there are weights but no {hubdir.CONFIG}; fetch it as well.")
+    return CheckpointSource(name, folder)
+
+
+class Source:
+    """What both kinds share; `leaves` has shape and stored type of every parameter."""
+
+    def __init__(self, name: str, folder: str, hf: dict[str, Any], where: str):
+        self.name = name
+        self.folder = folder
+        self.hf = hf
+        self.where = where
+        self.network = build(spec_from(hf, where))
+        self.table = rules_from(hf, where)
+        self.entries = weights.expand(self.table, self.network)
+        self.leaves: dict[Leaf, tuple[tuple[int, ...], np.dtype]] = {}
+        self.exceptions: dict[str, np.dtype] = {}  # Hub tensors of another type than their leaf
+        self.carried: HubFiles | None = None
+        self.notes: list[str] = []
+
+    def read(self, leaf: Leaf) -> np.ndarray:
+        """One parameter in its stored type, in host memory."""
+        raise NotImplementedError
+
+    def place(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """One parameter in the type and on the devices of `like`."""
+        raise NotImplementedError
+
+    def tokenizer_files(self) -> dict[str, str]:
+        raise NotImplementedError
+
+    def other_files(self) -> dict[str, str]:
+        raise NotImplementedError
+
+    def params(self, template: Params | None = None) -> Params:
+        """All parameters; template: ShapeDtypeStructs, by default as stored."""
+        tree: Params = {}
+        wanted = self.stored() if template is None else weights.flatten(template)
+        for leaf in sorted(wanted, key=lambda leaf: -math.prod(wanted[leaf].shape)):
+            weights.put(tree, leaf, self.place(leaf, wanted[leaf]))
+        return tree
+
+    def stored(self) -> dict[Leaf, jax.ShapeDtypeStruct]:
+        return {leaf: jax.ShapeDtypeStruct(*kind) for leaf, kind in self.leaves.items()}
+
+    def carried_names(self) -> list[str]:
+        files = self.carried
+        return [n for n in files.tensors if self.table.is_carried(n)] if files else []
+
+    def read_carried(self) -> Iterator[tuple[str, np.ndarray]]:
+        return ((name, self.carried.read(name)) for name in self.carried_names())
+
+
+class HubSource(Source):
+    """A Hugging Face folder, or one behind a URL."""
+
+    def __init__(self, name: str, folder: str):
+        where = storage.join(folder, hubdir.CONFIG)
+        super().__init__(name, folder, read_hub_config(folder), where)
+        self.files = self.carried = HubFiles(folder)
+        tied = self.network.spec.tied
+        weights.check_tensors(self.entries, self.files.shapes(), self.table, folder, tied)
+        self._check_second_head()
+        self._parts = weights.parts_by_leaf(self.entries)
+        for leaf, struct in weights.flatten(self.network.shapes).items():
+            names = [entry.name for entry, _, _ in self._parts[leaf]]
+            types = {name: self.files.float_type(name) for name in names}
+            distinct = set(types.values())  # layers of one stack share an array, so one type
+            dtype = distinct.pop() if len(distinct) == 1 else np.dtype(np.float32)
+            self.leaves[leaf] = tuple(struct.shape), dtype
+            self.exceptions |= {name: kind for name, kind in types.items() if kind != dtype}
+        if "auto_map" in self.hf:
+            self.notes.append(
+                f"{where} names code to run (`auto_map`): it is not run, and not copied; "
+                f"`{self.hf.get('model_type')}` is computed by localtrain itself"
+            )
+
+    def _check_second_head(self) -> None:
+        """Some publish tied embeddings twice. A copy is dropped, another matrix an error."""
+        first, second = self.table.tied
+        if not self.network.spec.tied or second not in self.files.tensors:
+            return
+        if not self.files.are_equal(first, second):
+            raise DataError(
+                f"{self.folder}: the config says `tie_word_embeddings: true`, but the file has an "
+                f"output head ({second}) that differs from {first}. Set it to false in "
+                f"config.json to use both, or take the config that belongs to the file."
+            )
+        self.notes.append(f"{second} is a copy of {first} (tied): one is kept")
+
+    def read(self, leaf: Leaf) -> np.ndarray:
+        return weights.read_leaf(self._parts[leaf], *self.leaves[leaf], self.files.read_float)
+
+    def place(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+        array = self.read(leaf).astype(like.dtype, copy=False)
+        if like.sharding is None:
+            return jnp.array(array)
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda at: array[at])
+
+    def tokenizer_files(self) -> dict[str, str]:
+        return hubdir.tokenizer_files(self.folder)
+
+    def other_files(self) -> dict[str, str]:
+        return hubdir.other_files(self.folder)
+
+
+class CheckpointSource(Source):
+    """A run directory (its newest checkpoint), one checkpoint of it, or an imported folder."""
+
+    def __init__(self, name: str, folder: str):
+        reader, step = find_checkpoint(folder)
+        self.step, meta = reader.read_meta(step)  # checks every byte
+        self.home = storage.parent_of(str(reader.folder))
+        where, hf = storage.join(self.home, MODEL), meta.get("model")
+        if not hf:
+            if not storage.exists(where):
+                raise DataError(f"{where}: missing, so the model of {folder} is not known.")
+            hf = read_hub_config(where)
+        super().__init__(name, folder, hf, where)
+        self._place = Path(reader.folder, str(self.step))
+        self._contents = meta["arrays"]
+        template = {"params": self.network.shapes}
+        arrays.compare(self._contents, template, self._place, partial=True, cast=True)
+        for leaf in weights.flatten(self.network.shapes):
+            dtype, shape = self._contents["/".join(("params", *leaf))]
+            self.leaves[leaf] = shape, np.dtype(dtype)
+        self.exceptions = {n: DTYPES[kind] for n, kind in meta.get("exceptions", {}).items()}
+        carried = storage.join(self.home, CARRIED)
+        if {SINGLE, INDEX} & set(storage.list_dir(carried)):
+            self.carried = HubFiles(carried)
+
+    def _restore(self, leaf: Leaf, like: Any) -> Any:
+        template: Params = {}
+        weights.put(template, ("params", *leaf), like)
+        read = arrays.read(self._place, self._contents, template)
+        return weights.read_from(read)(("params", *leaf))
+
+    def read(self, leaf: Leaf) -> np.ndarray:
+        shape, dtype = self.leaves[leaf]
+        return self._restore(leaf, np.broadcast_to(np.zeros((), dtype), shape))
+
+    def place(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return self._restore(leaf, like)
+
+    def tokenizer_files(self) -> dict[str, str]:
+        return hubdir.tokenizer_files(storage.join(self.home, TOKENIZER))
+
+    def other_files(self) -> dict[str, str]:
+        return hubdir.other_files(storage.join(self.home, CARRIED))
+
+    def has_byte_tokenizer(self) -> bool:
+        return storage.exists(storage.join(self.home, TOKENIZER, BYTE_MARKER))
