@@ -17,6 +17,7 @@ from localtrain.cli.doctor import doctor
 from localtrain.cli.evaluate import evaluate
 from localtrain.cli.frame import Group, help_alone
 from localtrain.cli.generate import generate
+from localtrain.cli.hub import export, import_
 from localtrain.cli.models import models
 from localtrain.cli.show import backends, config
 from localtrain.cli.train import TASK_COMMANDS, train
@@ -43,7 +44,7 @@ def app(context: click.Context) -> None:
 
 for _command in (
     *(train, *TASK_COMMANDS, generate, evaluate),
-    *(data, models, backends, config, doctor),
+    *(import_, export, data, models, backends, config, doctor),
 ):
     app.add_command(_command)
 
