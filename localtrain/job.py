@@ -37,7 +37,7 @@ class Job:
     network: Network
     programs: steps.Programs
     init: Callable[[jax.Array], Tree]
-    step: Callable[[Tree, steps.Batch, jax.Array], tuple[Tree, dict[str, jax.Array]]]
+    step: jax.stages.Compiled  # (state, batch, step) -> (state, metrics)
     evaluate: Callable[[Tree, steps.Batch], jax.Array]
     compile_s: float
     from_cache: int  # of the three programs
@@ -47,6 +47,14 @@ class Job:
     def flops_per_token(self) -> float:
         """Model FLOPs of one token, forward and backward, nothing recomputed."""
         return self.network.spec.model_flops_per_token(self.run.data.seq_len)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the train step by class, as the compiler counts them."""
+        known = memory_by_class(self.programs)
+        if (analysis := self.step.memory_analysis()) is not None:
+            known["temporaries"] = analysis.temp_size_in_bytes
+            known["code"] = analysis.generated_code_size_in_bytes
+        return known
 
     def place(self, batch: dict[str, np.ndarray]) -> steps.Batch:
         """Host arrays of a batch onto the devices."""

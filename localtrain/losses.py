@@ -150,9 +150,7 @@ def _backward(head: Head, saved, cotangent):
 weighted_nll_sum.defvjp(_forward, _backward)
 
 
-def token_logprobs(
-    head: Head, w: jax.Array, h_BTD: jax.Array, labels_BT: jax.Array
-) -> jax.Array:
+def token_logprobs(head: Head, w: jax.Array, h_BTD: jax.Array, labels_BT: jax.Array) -> jax.Array:
     """log p(label) of every token, float32 [B, T]; the backward pass recomputes each chunk.
 
     Shapes as in `weighted_nll_sum`. The z-loss is not part of it.

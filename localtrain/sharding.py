@@ -74,9 +74,7 @@ def partition(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) 
 
 def param_shardings(mesh: Mesh, shapes: Tree, axes: Tree) -> Tree:
     """A NamedSharding for every parameter; `axes` has a tuple of words where `shapes` a shape."""
-    return jax.tree.map(
-        lambda s, a: NamedSharding(mesh, partition(mesh, s.shape, a)), shapes, axes
-    )
+    return jax.tree.map(lambda s, a: NamedSharding(mesh, partition(mesh, s.shape, a)), shapes, axes)
 
 
 def state_shardings(mesh: Mesh, abstract_state: Tree, params: Tree) -> Tree:

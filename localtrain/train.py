@@ -81,9 +81,11 @@ def train(
     with StopSignal.install() as stop, RunDirectory.open(out, run, override) as home:
         stop.nothing_to_save(True)
         runtime.setup_logging(home.path)
-        for line in (why, *notes, *home.notes):
+        left = home.finished and not _ended(home, run.train.steps)
+        told = ["only the last evaluation and the sample are left"] if left else home.notes
+        for line in (why, *notes, *told):
             log.info("%s", line)
-        if home.finished:
+        if home.finished and not left:
             return _result(home)
         log.info("%s", runtime.describe_host())
         home.write_model(hf)
@@ -96,17 +98,22 @@ def train(
         job = compile_job(run, network, place)
         cached = f" ({job.from_cache} of 3 programs from the cache)" if job.from_cache else ""
         log.info("compiled in %.1f s%s", job.compile_s, cached)
-        return _train(job, corpus, tokenizer, home, stop)
+        with memory_advice(run, job.memory):
+            return _train(job, corpus, tokenizer, home, stop, override)
 
 
 def _train(
-    job: Job, corpus: Corpus, tokenizer: Tokenizer, home: RunDirectory, stop: StopSignal
+    job: Job,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    home: RunDirectory,
+    stop: StopSignal,
+    override: bool,
 ) -> Result:
     """Restore or initialise, run the loop, sum up."""
     run = job.run
     checkpoints = home.checkpoints(run.checkpoint.keep)
-    with memory_advice(run):
-        state, trained = _start(job, corpus, checkpoints)
+    state, trained = _start(job, corpus, checkpoints, override)
     first = int(state["step"])
     with (
         MetricsWriter(home.path, first) as metrics,
@@ -114,7 +121,6 @@ def _train(
         Prefetcher(
             corpus.train, run.train.batch_size, first, run.data.prefetch, stop.event, job.place
         ) as feed,
-        memory_advice(run),
     ):
         metrics.text("run", f"```yaml\n{run.to_yaml()}```")
         desk = StepLog(job, metrics, progress, trained)
@@ -130,19 +136,23 @@ def _train(
             )
         result.sample = sample_text(job, state["params"], tokenizer)
         metrics.text("sample", result.sample, run.train.steps)
+        metrics.event("end", run.train.steps)
     return result
 
 
-def _start(job: Job, corpus: Corpus, checkpoints: Checkpoints) -> tuple[Tree, int]:
+def _start(job: Job, corpus: Corpus, checkpoints: Checkpoints, override: bool) -> tuple[Tree, int]:
     """(state, trained tokens so far): the newest good checkpoint, or step 0."""
     if checkpoints.latest() is None:
         return job.fresh_state(), 0
     state, meta = checkpoints.restore(None, job.programs.state)
     if changed := explain_difference(meta["data"], corpus.fingerprint):
-        raise DataError(
-            f"the data changed since step {meta['step']} was saved, so the run cannot go on "
-            f"exactly: {changed}. Restore the files, or start a new run with another --out."
-        )
+        if not override:
+            raise DataError(
+                f"the data changed since step {meta['step']} was saved, so the run cannot go on "
+                f"exactly: {changed}. Restore the files, start a new run with another --out, or "
+                f"go on with the new data by --override."
+            )
+        log.warning("--override: the data changed: %s", changed)
     return state, meta["trained_tokens"]
 
 
@@ -254,6 +264,13 @@ def sample_text(job: Job, params: Tree, tokenizer: Tokenizer, tokens: int = 200)
         seed=job.run.seed,
     )[0]
     return job.run.eval.prompt + tokenizer.decode([int(i) for i in ids if i not in stops])
+
+
+def _ended(home: RunDirectory, steps: int) -> bool:
+    """Whether the last evaluation and the sample were done too; a stop may have come before."""
+    rows = read_metrics(home.path)
+    ended = any(row.get("event") == "end" and row["step"] == steps for row in rows)
+    return ended or home.step > steps
 
 
 def _result(home: RunDirectory) -> Result:

@@ -1,9 +1,10 @@
-"""Whole runs of the installed program: train, be killed anywhere, go on exactly, refuse mistakes."""
+"""Whole runs of the program: train, be killed anywhere, go on exactly, refuse mistakes."""
 
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,6 +160,21 @@ def test_a_finished_run_says_so_and_how_to_extend_it(folder, straight):
     assert rows(straight[0]) == before
 
 
+def test_what_a_stop_left_out_after_the_last_step_is_done_at_the_next_start(
+    folder, straight, tmp_path
+):
+    out = tmp_path / "left"
+    shutil.copytree(straight[0], out)
+    logged = (out / "metrics.jsonl").read_text().splitlines()
+    short = [line for line in logged if json.loads(line).get("event") != "end"]
+    short = [x for x in short if not ("eval_loss" in x and json.loads(x)["step"] == 20)]
+    (out / "metrics.jsonl").write_text("\n".join(short) + "\n")
+    done = run(folder, out)
+    assert "only the last evaluation" in done.stderr and "sample" in done.stdout
+    assert rows(out) == rows(straight[0])
+    assert "finished" in run(folder, out).stderr
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_killed_anywhere_and_started_again_it_equals_the_uninterrupted_run(
     folder, straight, tmp_path, seed
@@ -224,7 +240,7 @@ def test_keep_bounds_the_checkpoints_and_extending_goes_on(folder, tmp_path):
     done = run(folder, out, "train.steps=9", "checkpoint.every=2", "checkpoint.keep=2")
     assert "resuming" in done.stderr
     assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, 10))
-    assert [e["step"] for e in events(out)] == [6]
+    assert [(e["event"], e["step"]) for e in events(out)] == [("end", 6), ("resume", 6), ("end", 9)]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, straight, tmp_path):
@@ -236,7 +252,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, straig
     victim.write_bytes(data)
     done = run(folder, out, "train.steps=14", "checkpoint.every=4", "eval.every=0")
     assert victim.name in done.stderr and "Falling back to step 8" in done.stderr
-    assert [e["step"] for e in events(out)] == [8]
+    assert [e["step"] for e in events(out) if e["event"] == "resume"] == [8]
 
 
 def test_a_loss_that_is_not_finite_stops_with_4_and_keeps_the_last_good_state(folder, tmp_path):
