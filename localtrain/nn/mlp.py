@@ -5,6 +5,7 @@ Matches the MLP classes of transformers' Llama, Mistral, Qwen and Gemma models.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -41,8 +42,36 @@ class GatedMlp(nnx.Module):
         up_BTF = self._project(x_BTD, self.w_up_DF, "b_up_F")
         gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
         up_BTF = checkpoint_name(up_BTF, "mlp_up")
-        return self._project(self.act(gate_BTF) * up_BTF, self.w_down_FD, "b_down_D")
+        out_BTD = glu_down(self.act, gate_BTF, up_BTF, self.w_down_FD[...].astype(self.dtype))
+        return out_BTD + self.b_down_D[...].astype(self.dtype) if self.bias else out_BTD
 
     def _project(self, x: jax.Array, weight: nnx.Param, bias_name: str) -> jax.Array:
         y = jnp.dot(x, weight[...].astype(self.dtype))
         return y + getattr(self, bias_name)[...].astype(self.dtype) if self.bias else y
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def glu_down(
+    act: Callable[[jax.Array], jax.Array], gate_BTF: jax.Array, up_BTF: jax.Array, w_FD: jax.Array
+) -> jax.Array:
+    """(act(gate) * up) @ w, with a backward pass that recomputes act(gate) * up.
+
+    Left to itself the derivative keeps five arrays of this size a layer; reading and writing them
+    took half of the time of a layer's backward pass on CPU.
+    """
+    return jnp.dot(act(gate_BTF) * up_BTF, w_FD)
+
+
+def _glu_down_forward(act, gate_BTF, up_BTF, w_FD):
+    return glu_down(act, gate_BTF, up_BTF, w_FD), (gate_BTF, up_BTF, w_FD)
+
+
+def _glu_down_backward(act, saved, g_BTD):
+    gate_BTF, up_BTF, w_FD = saved
+    hidden_BTF, pull = jax.vjp(lambda gate, up: act(gate) * up, gate_BTF, up_BTF)
+    d_w_FD = jnp.einsum("BTF,BTD->FD", hidden_BTF, g_BTD)
+    d_gate_BTF, d_up_BTF = pull(jnp.einsum("BTD,FD->BTF", g_BTD, w_FD))
+    return d_gate_BTF, d_up_BTF, d_w_FD
+
+
+glu_down.defvjp(_glu_down_forward, _glu_down_backward)
