@@ -41,7 +41,7 @@ from localtrain.source import (
 )
 
 HUB_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-Progress = Callable[[str, int, int], None]  # what, done, total
+Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 
 
 @dataclass
@@ -82,21 +82,32 @@ def import_hub(name: str, out: str, progress: Progress | None = None) -> Report:
     source = open_source(name)
     if not isinstance(source, HubSource):
         raise ConfigError(f"{name} is a run or checkpoint of localtrain already: use it as it is.")
-    show = progress or (lambda what, done, total: None)
-    show("reading", 0, 3)
+    _watch(source, "reading", progress)
     prover = Prover(source.network.spec)
     before = prover.logits(source)
     with hubdir.new_folder(out) as folder:
-        show("writing", 1, 3)
+        _watch(source, "writing", progress)
         _write_checkpoint(source, folder)
         keep_beside(source, folder)
-        show("comparing", 2, 3)
         written = CheckpointSource(out, folder)
+        _watch(written, "reading back", progress)
         after = prover.logits(written)
         report = _report(prover, source, written, before, after, out)
         _check_equal(report)
-    show("comparing", 3, 3)
     return report
+
+
+def _watch(source: Source, stage: str, progress: Progress | None) -> None:
+    """Report how much of a source was read since now."""
+    done, total = 0, source.bytes()
+
+    def seen(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(stage, done, total)
+
+    if progress is not None:
+        source.seen = seen
 
 
 def _write_checkpoint(source: HubSource, folder: str) -> None:
@@ -147,13 +158,12 @@ def export_hub(
     if dtype is not None and dtype not in HUB_TYPES:
         raise ConfigError(f"--dtype {dtype}: known are {', '.join(HUB_TYPES)}.")
     source = open_source(name)
-    show = progress or (lambda what, done, total: None)
-    show("reading", 0, 3)
+    _watch(source, "reading", progress)
     prover = Prover(source.network.spec)
     before = prover.logits(source)
     plan = _plan(source, dtype)
     with hubdir.new_folder(out) as folder:
-        show("writing", 1, 3)
+        _watch(source, "writing", progress)
         hubdir.write_hub_folder(
             folder,
             _config(source, plan),
@@ -164,15 +174,14 @@ def export_hub(
             files_beside(source),
             shard_bytes,
         )
-        show("comparing", 2, 3)
         written = HubSource(out, folder)
+        _watch(written, "reading back", progress)
         after = prover.logits(written)
         report = _report(prover, source, written, before, after, out)
         if dtype is None:
             _check_equal(report)
         if check:
             report.transformers = compare_with_transformers(folder, after)
-    show("comparing", 3, 3)
     return report
 
 
@@ -248,7 +257,7 @@ def _side(source: Source, where: str, logits: np.ndarray) -> Side:
     else:
         kinds = Counter(NAMES[dtype] for _, dtype in source.leaves.values())
         parameters = sum(int(np.prod(shape)) for shape, _ in source.leaves.values())
-        size = sum(int(np.prod(s)) * dtype.itemsize for s, dtype in source.leaves.values())
+        size = source.bytes()
     return Side(
         where=where,
         tensors=sum(kinds.values()),

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from localtrain.errors import ConfigError, DataError
+from localtrain.nn.cached import Slots
 from localtrain.nn.core import Policy
-from localtrain.nn.decoder import Context, build
+from localtrain.nn.decoder import Params, build
 from localtrain.nn.spec import Model
 from localtrain.source import Source
 
@@ -44,32 +47,53 @@ def fixed_tokens(vocab: int) -> np.ndarray:
 
 
 class Prover:
-    """Computes logits of models of one spec; compiled once for all of them."""
+    """Computes logits of models of one spec; compiled once for all of them.
+
+    Layer by layer: a program for the whole model would widen all weights at once on a CPU.
+    """
 
     def __init__(self, spec: Model):
         self.tokens = fixed_tokens(spec.vocab)
         self.network = build(spec, Policy(compute_dtype=jnp.float32))
-        self._hidden = jax.jit(self._compute_hidden)
+        self._start = jax.jit(self.network.decode_start)
+        self._periods = [jax.jit(partial(self._period, i)) for i in range(len(spec.stacks))]
+        self._end = jax.jit(self.network.decode_end)
         self._head = jax.jit(self.network.logits)
 
     def logits(self, source: Source) -> np.ndarray:
-        """float32 [16, vocab]. The parameters are in memory only while this runs."""
-        cpu = jax.devices("cpu")[0]
+        """float32 [16, vocab]; reads the source once."""
+        cpu = jax.local_devices(backend="cpu")[0]
         with jax.default_device(cpu), jax.default_matmul_precision("highest"):
-            params = source.params()
-            h_TD = self._hidden(params)
-            key, axis = ("embed_VD", 0) if self.network.spec.tied else ("head_DV", 1)
-            rows = range(0, self.network.spec.vocab, HEAD_ROWS)
-            parts = []
-            for start in rows:
-                stop = min(start + HEAD_ROWS, self.network.spec.vocab)
-                piece = jax.lax.slice_in_dim(params[key], start, stop, axis=axis)
-                parts.append(np.asarray(self._head({key: piece}, h_TD)))
-        return np.concatenate(parts, axis=-1)
+            ends, periods = source.ends(), source.periods()
+            h_TD = self._hidden(ends, periods)
+            del periods
+            return np.concatenate(list(self._logits(ends, h_TD)), axis=-1)
 
-    def _compute_hidden(self, params: Any) -> jax.Array:
-        positions_BT = jnp.arange(LENGTH)[None]
-        return self.network.hidden(params, Context(self.tokens[None], positions_BT))[0]
+    def _hidden(self, ends: Params, periods: Callable[[int, int], Params]) -> jax.Array:
+        """The final norm's output, [16, D]."""
+        small = {**ends, "embed_VD": ends["embed_VD"][self.tokens]}  # 16 rows, in their order
+        if "head_DV" in ends:
+            small["head_DV"] = ends["head_DV"][:, :1]  # part of the tree, not used here
+        x_BTD = self._start(small, np.arange(LENGTH)[None])
+        for i, stack in enumerate(self.network.stacks):
+            for r in range(stack.repeat):
+                x_BTD = self._periods[i](periods(i, r), x_BTD, self.tokens[None])
+                x_BTD.block_until_ready()  # else the weights of many layers wait side by side
+        return self._end(small, x_BTD)[0]
+
+    def _period(self, i: int, weights: Params, x_BTD: jax.Array, tokens_BT: jax.Array):
+        cache = self.network.init_period_cache(i, 1, LENGTH)
+        slots = Slots(jnp.zeros((), jnp.int32), jnp.zeros(1, jnp.int32))
+        return self.network.decode_period(i, weights, x_BTD, tokens_BT, slots, LENGTH, cache)[0]
+
+    def _logits(self, ends: Params, h_TD: jax.Array) -> Iterator[np.ndarray]:
+        """A part of the vocabulary at a time, [16, <= 8192]."""
+        vocab, tied = self.network.spec.vocab, self.network.spec.tied
+        for start in range(0, vocab, HEAD_ROWS):
+            part = slice(start, min(start + HEAD_ROWS, vocab))
+            table = {"embed_VD": ends["embed_VD"][part]} if tied else {}
+            head = {} if tied else {"head_DV": ends["head_DV"][:, part]}
+            yield np.asarray(self._head(table | head, h_TD))
 
 
 def fingerprint(logits_TV: np.ndarray) -> dict[str, Any]:

@@ -10,7 +10,7 @@ the finished model and little more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,29 @@ class Source:
         self.exceptions: dict[str, np.dtype] = {}  # Hub tensors of another type than their leaf
         self.carried: HubFiles | None = None
         self.notes: list[str] = []
+        self.seen: Callable[[int], None] = lambda size: None  # hears of every parameter read
 
     def read(self, leaf: Leaf) -> np.ndarray:
         """One parameter in its stored type, in host memory."""
-        raise NotImplementedError
+        array = self._read(leaf)
+        self.seen(array.nbytes)
+        return array
 
     def place(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
         """One parameter in the type and on the devices of `like`."""
+        array = self._place(leaf, like)
+        shape, dtype = self.leaves[leaf]
+        self.seen(math.prod(shape) * dtype.itemsize)
+        return array
+
+    def bytes(self) -> int:
+        """Stored size of the parameters."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.leaves.values())
+
+    def _read(self, leaf: Leaf) -> np.ndarray:
+        raise NotImplementedError
+
+    def _place(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
         raise NotImplementedError
 
     def tokenizer_files(self) -> dict[str, str]:
@@ -76,16 +92,33 @@ class Source:
     def other_files(self) -> dict[str, str]:
         raise NotImplementedError
 
-    def params(self, template: Params | None = None) -> Params:
-        """All parameters; template: ShapeDtypeStructs, by default as stored."""
-        tree: Params = {}
-        wanted = self.stored() if template is None else weights.flatten(template)
-        for leaf in sorted(wanted, key=lambda leaf: -math.prod(wanted[leaf].shape)):
+    def params(self, template: Params) -> Params:
+        """All parameters, in the types and on the devices of ShapeDtypeStructs."""
+        wanted, tree = weights.flatten(template), {}
+        for leaf in self._largest_first():
             weights.put(tree, leaf, self.place(leaf, wanted[leaf]))
         return tree
 
-    def stored(self) -> dict[Leaf, jax.ShapeDtypeStruct]:
-        return {leaf: jax.ShapeDtypeStruct(*kind) for leaf, kind in self.leaves.items()}
+    def ends(self) -> Params:
+        """The parameters that are no layer's, as they are stored, in host memory."""
+        return self._on_host(lambda leaf: not leaf[0].startswith("stack_"))
+
+    def periods(self) -> Callable[[int, int], Params]:
+        """A function from (stack, repeat) to the parameters of those layers, in host memory.
+
+        Stacks are stored whole, so all of them are held as long as the function is.
+        """
+        stacks = self._on_host(lambda leaf: leaf[0].startswith("stack_"))
+        return lambda i, r: jax.tree.map(lambda array: array[r], stacks[f"stack_{i}"])
+
+    def _on_host(self, wanted: Callable[[Leaf], bool]) -> Params:
+        tree: Params = {}
+        for leaf in filter(wanted, self._largest_first()):
+            weights.put(tree, leaf, self.read(leaf))
+        return tree
+
+    def _largest_first(self) -> list[Leaf]:
+        return sorted(self.leaves, key=lambda leaf: -math.prod(self.leaves[leaf][0]))
 
     def carried_names(self) -> list[str]:
         files = self.carried
@@ -132,11 +165,27 @@ class HubSource(Source):
             )
         self.notes.append(f"{second} is a copy of {first} (tied): one is kept")
 
-    def read(self, leaf: Leaf) -> np.ndarray:
+    def _read(self, leaf: Leaf) -> np.ndarray:
         return weights.read_leaf(self._parts[leaf], *self.leaves[leaf], self.files.read_float)
 
-    def place(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
-        array = self.read(leaf).astype(like.dtype, copy=False)
+    def periods(self) -> Callable[[int, int], Params]:
+        """Here layers lie apart, so only one is held."""
+        return self._period
+
+    def _period(self, i: int, r: int) -> Params:
+        tree: Params = {}
+        for leaf, parts in self._parts.items():
+            if leaf[0] != f"stack_{i}":
+                continue
+            shape, dtype = self.leaves[leaf]
+            mine = [(entry, n, index[1:]) for entry, n, index in parts if index[0] == r]
+            array = weights.read_leaf(mine, shape[1:], dtype, self.files.read_float)
+            weights.put(tree, leaf[1:], array)
+            self.seen(array.nbytes)
+        return tree
+
+    def _place(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+        array = self._read(leaf).astype(like.dtype, copy=False)
         if like.sharding is None:
             return jnp.array(array)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda at: array[at])
@@ -161,10 +210,10 @@ class CheckpointSource(Source):
                 raise DataError(f"{where}: missing, so the model of {folder} is not known.")
             hf = read_hub_config(where)
         super().__init__(name, folder, hf, where)
-        self._place = Path(reader.folder, str(self.step))
+        self.step_folder = Path(reader.folder, str(self.step))
         self._contents = meta["arrays"]
         template = {"params": self.network.shapes}
-        arrays.compare(self._contents, template, self._place, partial=True, cast=True)
+        arrays.compare(self._contents, template, self.step_folder, partial=True, cast=True)
         for leaf in weights.flatten(self.network.shapes):
             dtype, shape = self._contents["/".join(("params", *leaf))]
             self.leaves[leaf] = shape, np.dtype(dtype)
@@ -176,14 +225,14 @@ class CheckpointSource(Source):
     def _restore(self, leaf: Leaf, like: Any) -> Any:
         template: Params = {}
         weights.put(template, ("params", *leaf), like)
-        read = arrays.read(self._place, self._contents, template)
+        read = arrays.read(self.step_folder, self._contents, template)
         return weights.read_from(read)(("params", *leaf))
 
-    def read(self, leaf: Leaf) -> np.ndarray:
+    def _read(self, leaf: Leaf) -> np.ndarray:
         shape, dtype = self.leaves[leaf]
         return self._restore(leaf, np.broadcast_to(np.zeros((), dtype), shape))
 
-    def place(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def _place(self, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
         return self._restore(leaf, like)
 
     def tokenizer_files(self) -> dict[str, str]:

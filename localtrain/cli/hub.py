@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -72,6 +73,8 @@ def _prepare() -> None:
 
 
 def _print(report: Report) -> None:
+    if sys.stderr.isatty():
+        click.echo("\r\x1b[K", nl=False, err=True)  # the line that showed the progress
     sides = (report.source, report.written)
     rows = [(name, *(value(side) for side in sides)) for name, value in _ROWS]
     print_table(("", "source", "written"), rows)
