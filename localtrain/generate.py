@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from localtrain.errors import DataError
-from localtrain.nn.cached import Slots
+from localtrain.nn.cached import Slots, extend, grow
 from localtrain.nn.decoder import Network, Params
 from localtrain.sampling import Sampling, choose, row_keys
 
@@ -53,7 +53,7 @@ def stream_tokens(
     longest = max(len(row) for row in rows)
     first_B = np.array([longest - len(row) for row in rows], np.int32)
     together_BT = np.stack([np.pad(row, (longest - len(row), 0)) for row in rows])
-    decoder = Decoder(network, params, slots_for(longest, max_new_tokens), first_B)
+    decoder = Decoder(network, params, first_B)
     decoder.read(together_BT)
     return decoder.stream(max_new_tokens, sampling, row_keys(seed, rows), stop_ids, vocab)
 
@@ -70,21 +70,21 @@ def generate(
 class Decoder:
     """Rows of tokens in a cache: `read` some, `stream` what follows, read more."""
 
-    def __init__(
-        self, network: Network, params: Params, slots: int, first_B: np.ndarray | None = None
-    ) -> None:
-        """slots: room of the cache, from `slots_for`. first_B: padding on the left of each row of
-        the first tokens that will be read (None: one row without any)."""
-        self.slots = slots
+    def __init__(self, network: Network, params: Params, first_B: np.ndarray | None = None) -> None:
+        """first_B: padding on the left of each row of the first tokens that will be read (None: one
+        row without any)."""
+        self.slots = SHORTEST_CACHE
         self.length = 0  # slots in use
         first_B = np.zeros(1, np.int32) if first_B is None else first_B
         self.rows = len(first_B)
-        make = ByPeriod if _on_one_cpu(params) else Whole
-        self._place = make(network, params, slots, first_B)
+        device = _only_device(params)
+        make = ByPeriod if device is not None and device.platform == "cpu" else Whole
+        self._place = make(network, params, self.slots, first_B)
         self._h_BD: jax.Array | None = None  # final state after the last token read
 
     def read(self, tokens_BT: np.ndarray) -> None:
-        """Take tokens into the cache. The caller sees to it that they fit."""
+        """Take tokens int [B, T] into the cache."""
+        self._make_room(padded_length(tokens_BT.shape[1]))
         for start in range(0, tokens_BT.shape[1], PIECES[0]):
             piece_BT = tokens_BT[:, start : start + PIECES[0]].astype(np.int32)
             count = piece_BT.shape[1]
@@ -93,10 +93,15 @@ class Decoder:
             self._h_BD = self._place.advance(piece_BT, np.int32(count))
             self.length += count
 
+    def _make_room(self, more: int) -> None:
+        if self.length + more > self.slots:
+            self.slots = slots_for(self.length + more)
+            self._place.cache = grow(self._place.cache, self.slots)
+
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` slots; only for networks with `rewinds`."""
         self.length = length
-        self._place.cache["length"] = np.int32(length)
+        self._place.cache["length"] = self._place.put(np.int32(length))
 
     def stream(
         self,
@@ -112,7 +117,8 @@ class Decoder:
             return
         numbers = sampling.numbers()
         draw = self._place.sampler(sampling.kind, vocab)
-        token_B, turn = draw(self._h_BD, numbers, keys_B, np.int32(0))
+        turn, keys_B = self._place.put((np.int32(0), keys_B))
+        token_B, turn = draw(self._h_BD, numbers, keys_B, turn)
         stops = np.asarray(list(stop_ids), np.int32)
         stopped_B = np.zeros(self.rows, bool)
         last_B = np.zeros(self.rows, np.int32)
@@ -120,6 +126,7 @@ class Decoder:
         for number in range(1, count + 1):
             current_B = token_B
             if number < count:  # dispatched before the host waits for the current token
+                self._make_room(1)
                 self._h_BD = self._place.advance(current_B[:, None], one)
                 self.length += 1
                 token_B, turn = draw(self._h_BD, numbers, keys_B, turn)
@@ -136,8 +143,15 @@ class Whole:
     def __init__(self, network: Network, params: Params, slots: int, first_B: np.ndarray):
         self.network = network
         self.params = params
-        self.ends = {k: v for k, v in params.items() if not k.startswith("stack_")}
-        self.cache = self._empty(slots, first_B)
+        self.device = _only_device(params)
+        ends = {k: v for k, v in params.items() if not k.startswith("stack_")}
+        self.ends = self.put(ends)
+        self.cache = self.put(self._empty(slots, first_B))
+
+    def put(self, tree: Any) -> Any:
+        """Onto the device of the parameters, for good: an array without a fixed place would be
+        another program than the same array with one."""
+        return tree if self.device is None else jax.device_put(tree, self.device)
 
     def _empty(self, slots: int, first_B: np.ndarray) -> Params:
         return self.network.init_cache(len(first_B), slots, jnp.asarray(first_B))
@@ -172,27 +186,32 @@ class ByPeriod(Whole):
 
     def __init__(self, network: Network, params: Params, slots: int, first_B: np.ndarray):
         super().__init__(network, params, slots, first_B)
-        self.stacks = [take_apart(params[f"stack_{i}"]) for i in range(len(network.stacks))]
+        stacks = [params[f"stack_{i}"] for i in range(len(network.stacks))]
+        self.stacks = [take_apart(stack, self.device) for stack in stacks]
 
     def _empty(self, slots: int, first_B: np.ndarray) -> Params:
-        make, rows = self.network.init_stack_cache, len(first_B)
+        make, rows = self.network.init_period_cache, len(first_B)
         stacks = [
-            [make(i, 1, rows, slots) for _ in range(stack.repeat)]
+            [make(i, rows, slots) for _ in range(stack.repeat)]
             for i, stack in enumerate(self.network.stacks)
         ]
-        return {"length": np.int32(0), "first_B": jnp.asarray(first_B), "stacks": stacks}
+        return {"length": np.int32(0), "first_B": first_B, "stacks": stacks}
 
     def advance(self, tokens_BT: jax.Array | np.ndarray, count: np.int32) -> jax.Array:
         cache = self.cache
-        where = Slots(cache["length"], cache["first_B"])
+        start = cache["length"]
+        slots = Slots(start, cache["first_B"])
         x_BTD = self.compiled("start", _start)(self.ends, tokens_BT)
+        write = self.compiled("write", _write, donate_argnames="cache")
         for i, stack in enumerate(self.stacks):
-            program = self.compiled(("period", i), _period, donate_argnames="cache", i=i)
+            program = self.compiled(("period", i), _period, i=i)
             caches = cache["stacks"][i]
             for r, weights in enumerate(stack):
-                x_BTD, caches[r] = program(weights, x_BTD, tokens_BT, where, count, cache=caches[r])
-        cache["length"] = cache["length"] + count
-        return self.compiled("end", _end)(self.ends, x_BTD, count)
+                x_BTD, entry = program(weights, x_BTD, tokens_BT, slots, count, caches[r])
+                # another program, because XLA's CPU compiler copies a cache that is also read
+                caches[r] = write(cache=caches[r], entry=entry, start=start)
+        h_BD, cache["length"] = self.compiled("end", _end)(self.ends, x_BTD, start, count)
+        return h_BD
 
 
 def padded_length(length: int) -> int:
@@ -201,26 +220,22 @@ def padded_length(length: int) -> int:
     return whole * PIECES[0] + (min(p for p in PIECES if p >= rest) if rest else 0)
 
 
-def slots_for(length: int, more: int) -> int:
-    """Slots of a cache for a prompt of `length` tokens and `more` after it.
-
-    Few different sizes, because each is a program of its own.
-    """
-    needed = max(padded_length(length), length + more)
+def slots_for(needed: int) -> int:
+    """Slots of a cache: not many more than needed, in few sizes, each of which is a program."""
     if needed > LONG_CACHE:
         return -(-needed // LONG_CACHE) * LONG_CACHE
     return max(SHORTEST_CACHE, 1 << (needed - 1).bit_length())
 
 
-def _on_one_cpu(params: Params) -> bool:
-    devices = [list(leaf.devices()) for leaf in jax.tree.leaves(params)]
-    return all(len(one) == 1 and one[0].platform == "cpu" for one in devices)
+def _only_device(params: Params) -> jax.Device | None:
+    """The device of all parameters, None when there are several."""
+    devices = {device for leaf in jax.tree.leaves(params) for device in leaf.devices()}
+    return devices.pop() if len(devices) == 1 else None
 
 
-def take_apart(stack: dict[str, Any]) -> list[dict[str, Any]]:
+def take_apart(stack: dict[str, Any], device: jax.Device) -> list[dict[str, Any]]:
     """One tree per period of a stack on a CPU, in the same memory where it is aligned."""
     views = jax.tree.map(np.asarray, stack)
-    device = next(iter(jax.tree.leaves(stack)[0].devices()))
     return [
         jax.tree.map(lambda view, r=r: jax.device_put(view[r], device, may_alias=True), views)
         for r in range(len(jax.tree.leaves(views)[0]))
@@ -274,8 +289,12 @@ def _period(network, weights, x_BTD, tokens_BT, slots, count, cache, i):
     return network.decode_period(i, weights, x_BTD, tokens_BT, slots, count, cache)
 
 
-def _end(network, ends, x_BTD, count):
-    return network.decode_end(ends, _last(x_BTD, count))
+def _write(network, cache, entry, start):
+    return extend(cache, entry, start)
+
+
+def _end(network, ends, x_BTD, length, count):
+    return network.decode_end(ends, _last(x_BTD, count)), length + count
 
 
 def _last(x_BTD, count):

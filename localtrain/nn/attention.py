@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from localtrain.nn import cached
 from localtrain.nn.attend import attend
+from localtrain.nn.cached import Slots, attend_cached, empty
 from localtrain.nn.core import WEIGHT_STD, Policy, RMSNorm, param
 from localtrain.nn.rope import rotate
 from localtrain.nn.spec import Gqa, Rope
@@ -33,7 +33,7 @@ class Context:
     positions_BT: jax.Array
     segments_BT: jax.Array | None = None
     tables: dict[Rope, tuple[jax.Array, jax.Array]] | None = None
-    slots: cached.Slots | None = None  # where the tokens go in a cache
+    slots: Slots | None = None  # where the tokens go in a cache
 
 
 class Attention(nnx.Module):
@@ -41,6 +41,7 @@ class Attention(nnx.Module):
         heads, kv_heads, head_dim = spec.heads, spec.kv_heads, spec.head_dim
         self.spec = spec
         self.dtype = policy.compute_dtype
+        self.kernel = policy.attention
         q_axes, kv_axes = ("heads", "head_dim"), ("kv_heads", "head_dim")
         self.wq_DNH = param((dim, heads, head_dim), ("embed", *q_axes), std=WEIGHT_STD)
         self.wk_DKH = param((dim, kv_heads, head_dim), ("embed", *kv_axes), std=WEIGHT_STD)
@@ -61,7 +62,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, ctx: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict | None]:
-        """The output and, when a cache is given, the cache with this input's keys and values."""
+        """The output and, when a cache is given, what this input adds to it."""
         spec = self.spec
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, ctx)
         sinks_N = self.sinks_N[...] if spec.sinks else None
@@ -72,13 +73,13 @@ class Attention(nnx.Module):
             "sinks_N": sinks_N,
         }
         if cache is None:
-            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, ctx.segments_BT, **options)
+            segments_BT = ctx.segments_BT
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, segments_BT, kernel=self.kernel, **options)
         else:
-            k_LBKSH = cached.write(cache["k_LBKSH"], k_BTKH, ctx.slots)
-            v_LBKSH = cached.write(cache["v_LBKSH"], v_BTKH, ctx.slots)
-            cache = {"k_LBKSH": k_LBKSH, "v_LBKSH": v_LBKSH}
-            out_BTNH = cached.attend_cached(q_BTNH, k_LBKSH, v_LBKSH, ctx.slots, **options)
-        out_BTD = jnp.einsum("BTNH,NHD->BTD", out_BTNH, self.wo_NHD[...].astype(self.dtype))
+            out_BTNH, cache = attend_cached(q_BTNH, k_BTKH, v_BTKH, cache, ctx.slots, **options)
+        # heads and their channels as one axis: over two, XLA's CPU compiler copies the weight first
+        wo_AD = self.wo_NHD[...].astype(self.dtype).reshape(-1, x_BTD.shape[-1])
+        out_BTD = out_BTNH.reshape(*x_BTD.shape[:2], -1) @ wo_AD
         if spec.out_bias:
             out_BTD = out_BTD + self.bo_D[...].astype(self.dtype)
         return out_BTD, cache
@@ -101,7 +102,6 @@ class Attention(nnx.Module):
         return y + getattr(self, bias)[...].astype(self.dtype) if self.spec.qkv_bias else y
 
 
-def init_cache(spec: Gqa, layers: int, batch: int, length: int, dtype) -> dict[str, jax.Array]:
-    """An empty cache of some layers of one kind."""
-    zeros = cached.empty(layers, batch, spec.kv_heads, length, spec.head_dim, dtype)
-    return {"k_LBKSH": zeros, "v_LBKSH": jnp.zeros_like(zeros)}
+def init_cache(spec: Gqa, batch: int, slots: int, dtype) -> dict[str, jax.Array]:
+    """An empty cache of one layer."""
+    return empty(batch, spec.kv_heads, slots, spec.head_dim, dtype)

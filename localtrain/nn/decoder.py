@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from localtrain.nn.attention import Attention, Context, init_cache
-from localtrain.nn.cached import Slots
+from localtrain.nn.cached import Slots, extend
 from localtrain.nn.core import LOGIT_STD, WEIGHT_STD, Policy, RMSNorm, draw, param, soft_cap
 from localtrain.nn.mlp import GatedMlp
 from localtrain.nn.rope import rope_tables
@@ -138,7 +138,7 @@ class Network:
         for i, stack in enumerate(self.stacks):
             scanned = self.policy.scan and stack.repeat > 1
             body = _rematerialise(partial(self._period, i, ctx), remat, scanned)
-            x_BTD, _ = self._loop(body, (x_BTD, None), params[f"stack_{i}"], stack.repeat)
+            x_BTD, _ = self._loop(body, x_BTD, params[f"stack_{i}"], stack.repeat)
         return self._merge_ends(params).final_norm(x_BTD)
 
     def head(self, params: Params) -> tuple[jax.Array, str]:
@@ -168,34 +168,33 @@ class Network:
         names = ("embed_VD", "final_norm", "head_DV")
         return nnx.merge(self._ends, nnx.State({n: params[n] for n in names if n in params}))
 
-    def _period(self, i: int, ctx: Context, x_and_cache, weights_and_layer):
-        """The layers of one period of stack i; their caches are those of all its periods."""
-        (x_BTD, cache), (weights, layer) = x_and_cache, weights_and_layer
-        if cache is not None:
-            cache = dict(cache)
-            ctx = dataclasses.replace(ctx, slots=ctx.slots._replace(layer=layer))
+    def _period(self, i: int, ctx: Context, x_BTD: jax.Array, weights_and_cache):
+        """The layers of one period of stack i; with caches also what they add to them."""
+        weights, cache = weights_and_cache
+        entries = None if cache is None else {}
         for j, graph in enumerate(self._blocks[i]):
             name = f"layer_{j}"
             block = nnx.merge(graph, nnx.State(weights[name]))
             x_BTD, entry = block(x_BTD, ctx, None if cache is None else cache[name])
             if cache is not None:
-                cache[name] = entry
-        return (x_BTD, cache), None
+                entries[name] = entry
+        return x_BTD, entries
 
-    def _loop(self, body, x_and_cache, weights: Params, repeat: int):
-        """`body` over the leading axis of the weights; the cache goes along whole."""
+    def _loop(self, body, x_BTD: jax.Array, weights: Params, repeat: int, cache=None):
+        """`body` over the leading axis of weights and cache."""
         if self.policy.scan and repeat > 1:
-            layers = jnp.arange(repeat, dtype=jnp.int32)
-            return jax.lax.scan(body, x_and_cache, (weights, layers), length=repeat)[0]
+            return jax.lax.scan(body, x_BTD, (weights, cache), length=repeat)
+        entries = []
         for r in range(repeat):
-            layer = jax.tree.map(lambda a, r=r: a[r], weights)
-            x_and_cache, _ = body(x_and_cache, (layer, r))
-        return x_and_cache
+            x_BTD, entry = body(x_BTD, jax.tree.map(lambda a, r=r: a[r], (weights, cache)))
+            entries.append(entry)
+        stacked = None if cache is None else jax.tree.map(lambda *a: jnp.stack(a), *entries)
+        return x_BTD, stacked
 
     # decoding ---------------------------------------------------------------------------------
 
-    def init_cache(self, batch: int, length: int, first_B: jax.Array | None = None) -> Params:
-        """An empty cache for `length` tokens a row.
+    def init_cache(self, batch: int, slots: int, first_B: jax.Array | None = None) -> Params:
+        """An empty cache with room for `slots` tokens a row.
 
         first_B [B]: how many slots each row leaves empty before its first token (padding on the
         left), so that rows of different lengths end in the same slot.
@@ -203,14 +202,18 @@ class Network:
         first_B = jnp.zeros(batch, jnp.int32) if first_B is None else first_B
         cache = {"length": jnp.zeros((), jnp.int32), "first_B": first_B}
         for i, stack in enumerate(self.stacks):
-            cache[f"stack_{i}"] = self.init_stack_cache(i, stack.repeat, batch, length)
+            repeat = stack.repeat
+            cache[f"stack_{i}"] = jax.tree.map(
+                lambda a, n=repeat: jnp.zeros((n, *a.shape), a.dtype),
+                jax.eval_shape(partial(self.init_period_cache, i, batch, slots)),
+            )
         return cache
 
-    def init_stack_cache(self, i: int, repeat: int, batch: int, length: int) -> Params:
-        """The cache of `repeat` periods of stack i."""
+    def init_period_cache(self, i: int, batch: int, slots: int) -> Params:
+        """The empty cache of one period of stack i."""
         dtype = self.policy.compute_dtype
         return {
-            f"layer_{j}": init_cache(layer.mixer, repeat, batch, length, dtype)
+            f"layer_{j}": init_cache(layer.mixer, batch, slots, dtype)
             for j, layer in enumerate(self.stacks[i].period)
         }
 
@@ -224,16 +227,18 @@ class Network:
         """Like `hidden` for tokens that follow those in the cache; returns the longer cache.
 
         count: only so many of the T tokens are real, the rest is padding on the right whose slots
-        are free again.
+        are free again. All T must fit into the cache.
         """
         count = tokens_BT.shape[1] if count is None else count
-        ctx = self._follow(tokens_BT, Slots(cache["length"], cache["first_B"]), count)
+        start = cache["length"]
+        ctx = self._follow(tokens_BT, Slots(start, cache["first_B"]), count)
         x_BTD, ctx = self._embed(params, ctx)
-        new = {"length": cache["length"] + count, "first_B": cache["first_B"]}
+        new = {"length": start + count, "first_B": cache["first_B"]}
         for i, stack in enumerate(self.stacks):
             name = f"stack_{i}"
             body = partial(self._period, i, ctx)
-            x_BTD, new[name] = self._loop(body, (x_BTD, cache[name]), params[name], stack.repeat)
+            x_BTD, entries = self._loop(body, x_BTD, params[name], stack.repeat, cache[name])
+            new[name] = extend(cache[name], entries, start)
         return self._merge_ends(params).final_norm(x_BTD), new
 
     def decode_start(self, ends: Params, tokens_BT: jax.Array) -> jax.Array:
@@ -251,10 +256,11 @@ class Network:
         count: jax.Array | int,
         cache: Params,
     ) -> tuple[jax.Array, Params]:
-        """Then every period of stack i, with its own weights and cache (of one period)."""
+        """Then every period of stack i with its own weights and cache, which `extend` must be given
+        the second result for."""
         ctx = self._follow(tokens_BT, slots, count)
         ctx = dataclasses.replace(ctx, tables=self._rope_tables(ctx.positions_BT))
-        return self._period(i, ctx, (x_BTD, cache), (weights, 0))[0]
+        return self._period(i, ctx, x_BTD, (weights, cache))
 
     def decode_end(self, ends: Params, x_BTD: jax.Array) -> jax.Array:
         """Last the final norm."""
