@@ -24,6 +24,7 @@ from localtrain.errors import ConfigError
 from localtrain.nn.core import Policy
 from localtrain.nn.decoder import Network, build
 from localtrain.oom import gigabytes, memory_advice
+from localtrain.source import Source
 
 log = logging.getLogger(__name__)
 Tree = Any
@@ -60,31 +61,21 @@ class Job:
         """Host arrays of a batch onto the devices."""
         return {k: jax.device_put(v, self.programs.batch[k].sharding) for k, v in batch.items()}
 
-    def fresh_state(self) -> Tree:
-        """Step 0, from the run's seed."""
+    def fresh_state(self, source: Source | None = None) -> Tree:
+        """Step 0: parameters from a source, else from the run's seed."""
         place = self.programs.state["step"].sharding
-        return self.init(jax.device_put(np.uint32(self.run.seed), place))
+        state = self.init(jax.device_put(np.uint32(self.run.seed), place))
+        if self.run.model.init_from:
+            state["params"] = source.params(self.programs.state["params"])
+        return state
 
     def number(self, value: int) -> jax.Array:
         """A step number for `step`: placed on purpose, the loop forbids implicit transfers."""
         return jax.device_put(np.int32(value), self.programs.state["step"].sharding)
 
 
-def hub_config(run: RunConfig) -> dict[str, Any]:
-    """The Hub config.json of the run's model."""
-    if run.model.init_from:
-        raise ConfigError(
-            f"model.init_from = {run.model.init_from!r}: training from given weights is not in "
-            f"this version; model.preset or model.path trains from scratch."
-        )
-    if run.model.preset:
-        return models.read_preset(run.model.preset)
-    return models.read_hub_config(run.model.path)
-
-
-def make_network(run: RunConfig, hf: dict[str, Any], backend: Backend) -> Network:
+def make_network(run: RunConfig, hf: dict[str, Any], where: str, backend: Backend) -> Network:
     """The abstract network in the run's arithmetic: parameters float32, computation as asked."""
-    where = run.model.preset or run.model.path or "config.json"
     spec = models.spec_from(hf, where)
     dtype = jnp.dtype(run.model.dtype or backend.defaults().dtype)
     if run.data.seq_len > spec.max_length:
@@ -95,16 +86,6 @@ def make_network(run: RunConfig, hf: dict[str, Any], backend: Backend) -> Networ
             where,
         )
     return build(spec, Policy(compute_dtype=dtype))
-
-
-def check_vocabulary(run: RunConfig, network: Network, tokens: int) -> None:
-    """The embedding must have a row for every token id (more rows are padding and fine)."""
-    if tokens > network.spec.vocab:
-        raise ConfigError(
-            f"data.tokenizer = {run.data.tokenizer!r} has {tokens} tokens, but the model "
-            f"({run.model.preset or run.model.path}) has a vocabulary of {network.spec.vocab}: "
-            f"use the model's own tokenizer, or a config.json with vocab_size {tokens} or more."
-        )
 
 
 def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:

@@ -57,6 +57,7 @@ class RunDirectory:
     resumed: bool
     token: str
     notes: list[str] = field(default_factory=list)
+    model: dict[str, Any] = field(default_factory=dict)  # what `write_model` wrote
     _lock: FolderLock | None = None
 
     @classmethod
@@ -107,6 +108,7 @@ class RunDirectory:
 
     def write_model(self, hub_config: dict[str, Any]) -> None:
         """Store the model's config.json (Hub keys) as model.json."""
+        self.model = hub_config
         data = json.dumps(hub_config, indent=2).encode() + b"\n"
         path = str(self.path / MODEL)
         if not (os.path.isfile(path) and storage.read_bytes(path) == data):
@@ -123,6 +125,21 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def find_started(out: str | None, run: Any, override: bool = False) -> Path | None:
+    """The directory that `open` would resume, if it has a checkpoint and a model; no writing."""
+    if out is not None and storage.is_url(out):
+        return None
+    for path in _candidates(out, run):
+        found = _look(path, run)
+        if found.refuses and not override:
+            if out is not None:
+                return None  # `open` will say why
+            continue
+        saved = (path / MODEL).is_file() and Checkpoints(path / CHECKPOINTS).latest() is not None
+        return path if saved else None
+    raise AssertionError("there is always another name")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

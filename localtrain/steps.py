@@ -41,6 +41,11 @@ def init_state(network: Network, run: RunConfig, seed: jax.Array) -> Tree:
     }
 
 
+def init_around(network: Network, run: RunConfig, seed: jax.Array) -> Tree:
+    """A fresh state without its parameters, for a run that takes them from elsewhere."""
+    return {k: v for k, v in init_state(network, run, seed).items() if k != "params"}
+
+
 def batch_loss(network: Network, run: RunConfig, params: Tree, batch: Batch):
     """(objective, nll): sums over the trained tokens of one micro-batch, float32 scalars."""
     context = Context(batch["tokens"], batch["positions"], batch["segments"])
@@ -158,8 +163,11 @@ def lower(network: Network, run: RunConfig, mesh: Mesh) -> Programs:
     def jit(f, out, **options):
         return jax.jit(partial(f, network, run), out_shardings=out, **options)
 
+    init, born = init_state, places
+    if run.model.init_from:
+        init, born = init_around, {k: place for k, place in places.items() if k != "params"}
     return Programs(
-        init=jit(init_state, places).lower(seed),
+        init=jit(init, born).lower(seed),
         train=jit(train_step, (places, everywhere), donate_argnums=0).lower(state, batch, step),
         evaluate=jit(eval_step, everywhere).lower(state["params"], batch),
         state=state,

@@ -22,16 +22,18 @@ from localtrain.checkpoint import Checkpoints
 from localtrain.config import RunConfig, load_run
 from localtrain.data.fingerprint import explain_difference
 from localtrain.data.loader import Corpus, Prefetcher, prepare
-from localtrain.data.tokenizer import Tokenizer, load_tokenizer
+from localtrain.data.tokenizer import Tokenizer
 from localtrain.errors import ConfigError, DataError, NonFiniteError, Stopped
 from localtrain.generate import generate
-from localtrain.job import Job, check_vocabulary, compile_job, describe, hub_config, make_network
+from localtrain.job import Job, compile_job, describe, make_network
 from localtrain.metrics import MetricsWriter, read_metrics
 from localtrain.oom import memory_advice
 from localtrain.progress import Progress, show_stages
 from localtrain.rundir import RunDirectory
 from localtrain.runtime import StopSignal
+from localtrain.source import Source
 from localtrain.steplog import Profiler, StepLog
+from localtrain.warmstart import find_start
 
 log = logging.getLogger(__name__)
 Tree = Any
@@ -71,10 +73,8 @@ def train(
         raise ConfigError(f"task: {run.task} is not in this version; it has {', '.join(TASKS)}.")
     place, why = choose(backend)
     notes = place.prepare_environment(run, devices)
-    hf = hub_config(run)
-    network = make_network(run, hf, place)
-    tokenizer = load_tokenizer(run.data.tokenizer)
-    check_vocabulary(run, network, tokenizer.size)
+    start = find_start(run, out, override)
+    network, tokenizer = make_network(run, start.hf, start.name, place), start.tokenizer
     if dry_run:
         return Result(out or f"runs/{run.name}", facts=describe(run, network))
     place.initialize()
@@ -83,13 +83,13 @@ def train(
         runtime.setup_logging(home.path)
         left = home.finished and not _ended(home, run.train.steps)
         told = ["only the last evaluation and the sample are left"] if left else home.notes
-        for line in (why, *notes, *told):
+        for line in (why, *notes, *told, *start.notes):
             log.info("%s", line)
         if home.finished and not left:
             return _result(home)
         log.info("%s", runtime.describe_host())
-        home.write_model(hf)
-        tokenizer.save(str(home.path / "tokenizer"))
+        home.write_model(start.hf)
+        start.keep(str(home.path))
         cache = run.data.cache or str(home.path / "data")
         corpus = prepare(run, tokenizer, cache, progress=show_stages(), stop=stop.event)
         for line in corpus.report():
@@ -99,13 +99,14 @@ def train(
         cached = f" ({job.from_cache} of 3 programs from the cache)" if job.from_cache else ""
         log.info("compiled in %.1f s%s", job.compile_s, cached)
         with memory_advice(run, job.memory):
-            return _train(job, corpus, tokenizer, home, stop, override)
+            return _train(job, corpus, tokenizer, start.source, home, stop, override)
 
 
 def _train(
     job: Job,
     corpus: Corpus,
     tokenizer: Tokenizer,
+    source: Source | None,
     home: RunDirectory,
     stop: StopSignal,
     override: bool,
@@ -113,7 +114,7 @@ def _train(
     """Restore or initialise, run the loop, sum up."""
     run = job.run
     checkpoints = home.checkpoints(run.checkpoint.keep)
-    state, trained = _start(job, corpus, checkpoints, override)
+    state, trained = _start(job, corpus, checkpoints, source, override)
     first = int(state["step"])
     with (
         MetricsWriter(home.path, first) as metrics,
@@ -140,10 +141,12 @@ def _train(
     return result
 
 
-def _start(job: Job, corpus: Corpus, checkpoints: Checkpoints, override: bool) -> tuple[Tree, int]:
+def _start(
+    job: Job, corpus: Corpus, checkpoints: Checkpoints, source: Source | None, override: bool
+) -> tuple[Tree, int]:
     """(state, trained tokens so far): the newest good checkpoint, or step 0."""
     if checkpoints.latest() is None:
-        return job.fresh_state(), 0
+        return job.fresh_state(source), 0
     state, meta = checkpoints.restore(None, job.programs.state)
     if changed := explain_difference(meta["data"], corpus.fingerprint):
         if not override:
@@ -179,7 +182,7 @@ def _loop(
             "trained_tokens": desk.trained,
             "data": corpus.fingerprint,
             "run": run.to_dict(),
-            "model": hub_config(run),
+            "model": home.model,
             "stacks": [[len(stack.period), stack.repeat] for stack in job.network.stacks],
         }
         desk.save_block_s += checkpoints.save(step, state, meta, block)

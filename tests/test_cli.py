@@ -95,7 +95,10 @@ def test_help_lists_what_is_built_and_nothing_else(call):
     code, out, _ = call("--help")
     listed = [line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.strip()]
     assert code == 0
-    assert " ".join(listed) == "train generate eval data models backends config doctor"
+    assert (
+        " ".join(listed)
+        == "train generate chat eval import export data models backends config doctor"
+    )
     for command in listed:
         assert call(command, "--help")[0] == 0
     assert call()[0] == 0 and call("data")[0] == 0
@@ -284,7 +287,7 @@ def test_eval_counts_every_token_once_whatever_the_batch(folder, monkeypatch, ca
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [
-        ("generate nowhere", 3, "nowhere is not a folder here"),
+        ("generate nowhere", 3, "nowhere: there is no such folder here"),
         ("generate model", 3, "holds no tokenizer.json"),
         ("eval model --tokenizer byte", 2, "name documents with --data"),
         ("generate out --dtype float64", 2, "Invalid value for '--dtype'"),

@@ -100,7 +100,9 @@ class ModelConfig(Section):
         None, description="a Hugging Face folder; only its config.json is used (from scratch)"
     )
     init_from: Text | None = Field(
-        None, description="a Hugging Face folder or a checkpoint whose weights training starts from"
+        None,
+        description="weights to start from: a Hugging Face folder or Hub id, an imported folder, "
+        "a run or one of its checkpoints",
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
@@ -128,8 +130,11 @@ class DataConfig(Section):
     eval_fraction: Number = Field(
         0.01, ge=0, le=0.5, description="held-out share of the documents, chosen by their text"
     )
-    tokenizer: Text = Field(
-        "byte", min_length=1, description="byte, or a tokenizer.json or the folder that holds one"
+    tokenizer: Text | None = Field(
+        None,
+        min_length=1,
+        description="byte, or a tokenizer.json or the folder that holds one; null = the model's "
+        "own with model.init_from, else byte",
     )
     seq_len: Integer = Field(1024, ge=2, description="tokens per row")
     packing: Literal["best_fit", "none"] = Field(
