@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from localtrain import storage
+from localtrain import hubdir, storage
 from localtrain.api import LanguageModel, load
 from localtrain.checkpoint import find_checkpoint
 from localtrain.data.tokenizer import BYTE_MARKER, Tokenizer, load_tokenizer, mark_document
@@ -73,10 +73,12 @@ class Writer:
         self.stop_ids = tuple(dict.fromkeys([*tokenizer.stop_ids, *stop_ids]))
 
     @classmethod
-    def open(cls, source: str, dtype: str | None = None, tokenizer: str | None = None) -> Writer:
-        """Load what lies at `source`: a Hub folder, a run directory or a checkpoint."""
-        words = find_tokenizer(source, tokenizer)
-        return cls(load(source, dtype), words)
+    def open(
+        cls, source: str, dtype: str | None = None, tokenizer: Tokenizer | None = None
+    ) -> Writer:
+        """Load what lies at `source`: a Hub folder or id, a run directory or a checkpoint."""
+        words = tokenizer or find_tokenizer(source)
+        return cls(load_in_use(source, dtype), words)
 
     def write(
         self, prompts: Sequence[str], settings: Settings, done: list[Completion] | None = None
@@ -192,19 +194,15 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
 
 def home_of(source: str) -> str:
     """The folder with run.yaml, model.json and tokenizer of a checkpoint; a Hub folder itself."""
-    if storage.exists(storage.join(source, "config.json")):
-        return source
-    checkpoints, _ = find_checkpoint(source)
+    folder = hubdir.locate(source)
+    if storage.exists(storage.join(folder, hubdir.CONFIG)):
+        return folder
+    checkpoints, _ = find_checkpoint(folder)
     return storage.parent_of(str(checkpoints.folder))
 
 
 def find_tokenizer(source: str, name: str | None = None) -> Tokenizer:
     """The tokenizer `name`, or the one that lies with the model. DataError when there is none."""
-    if not storage.is_dir(source):
-        raise DataError(
-            f"{source} is not a folder here: give a run directory, a checkpoint or a folder with "
-            "config.json and safetensors."
-        )
     home = home_of(source)
     if name is not None:
         return load_tokenizer(name)
@@ -212,6 +210,26 @@ def find_tokenizer(source: str, name: str | None = None) -> Tokenizer:
         if any(storage.exists(storage.join(folder, f)) for f in ("tokenizer.json", BYTE_MARKER)):
             return load_tokenizer(folder)
     raise DataError(f"{home} holds no tokenizer.json; name one with --tokenizer.")
+
+
+def load_in_use(source: str, dtype: str | None = None) -> LanguageModel:
+    """`load` from a run that may be training: a checkpoint that was deleted, because newer ones
+    came, while it was read is no error."""
+    while True:
+        before = _newest_step(source)
+        try:
+            return load(source, dtype)
+        except (DataError, OSError):
+            if _newest_step(source) == before:
+                raise
+
+
+def _newest_step(source: str) -> int | None:
+    try:
+        checkpoints, step = find_checkpoint(source)
+        return step or max(checkpoints.steps(), default=None)
+    except DataError:
+        return None
 
 
 def sampling_defaults(source: str) -> dict[str, Any]:

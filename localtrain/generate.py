@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from localtrain.errors import DataError
-from localtrain.nn.cached import Slots, extend, grow
+from localtrain.nn.cached import SLOT_AXES, Slots, extend, grow
 from localtrain.nn.decoder import Network, Params
 from localtrain.sampling import Sampling, choose, row_keys
 
@@ -98,8 +98,15 @@ class Decoder:
             self.slots = slots_for(self.length + more)
             self._place.cache = grow(self._place.cache, self.slots)
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether `rewind` is possible: every layer keeps its tokens apart in slots."""
+        stacks = {k: v for k, v in self._place.cache.items() if k.startswith("stack")}
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(stacks)[0]]
+        return all(path[-1].key in SLOT_AXES for path in paths)
+
     def rewind(self, length: int) -> None:
-        """Forget all but the first `length` slots; only for networks with `rewinds`."""
+        """Forget all but the first `length` slots; 0 is possible before anything was read."""
         self.length = length
         self._place.cache["length"] = self._place.put(np.int32(length))
 

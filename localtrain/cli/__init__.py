@@ -12,6 +12,7 @@ import traceback
 
 import click
 
+from localtrain.cli.chat import chat
 from localtrain.cli.data import data
 from localtrain.cli.doctor import doctor
 from localtrain.cli.evaluate import evaluate
@@ -43,7 +44,7 @@ def app(context: click.Context) -> None:
 
 
 for _command in (
-    *(train, *TASK_COMMANDS, generate, evaluate),
+    *(train, *TASK_COMMANDS, generate, chat, evaluate),
     *(import_, export, data, models, backends, config, doctor),
 ):
     app.add_command(_command)

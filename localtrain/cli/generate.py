@@ -115,6 +115,7 @@ def generate(
     safetensors. One text goes to stdout as it is written, several one after the other at the end.
     """
     place = open_backend(backend)
+    from localtrain import compile_cache
     from localtrain.complete import Writer, encode_prompt, find_tokenizer
 
     prompts = prompts or ("",)
@@ -122,7 +123,8 @@ def generate(
     for prompt in prompts:  # refused before the weights are read
         encode_prompt(words, prompt)
     settings = settings_from(source, options)
-    writer = Writer.open(source, dtype or place.defaults().dtype, tokenizer)
+    compile_cache.enable()
+    writer = Writer.open(source, dtype or place.defaults().dtype, words)
     done: list = []
     clock = Clock()
     if len(prompts) == 1 and not as_json:
