@@ -81,7 +81,8 @@ def find_start(run: RunConfig, out: str | None, override: bool = False) -> Start
                 f"data.tokenizer = {run.data.tokenizer!r} is not the tokenizer of {name}: the "
                 "weights were trained with other ids; without data.tokenizer its own is used"
             )
-    return _checked(run, Start(source.hf, name, words, source, is_own, notes))
+    start = Start(source.hf, name, words, source, own_tokenizer=is_own, notes=notes)
+    return _checked(run, start)
 
 
 def tokenizer_of(source: Source) -> str | None:
