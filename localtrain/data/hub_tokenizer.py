@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,6 +89,20 @@ class HubTokenizer:
         if self._bytes is not None:
             return ByteStream(self._bytes_of, skip_special)
         return WindowStream(self.decode, skip_special)
+
+    def byte_lengths(self) -> np.ndarray:
+        """How many bytes of text each id stands for, int64 [size]; 0 for special tokens."""
+        return np.array([self._byte_length(token) for token in range(self.size)], np.int64)
+
+    def _byte_length(self, token: int) -> int:
+        if self._bytes is not None:
+            return len(self._bytes_of(token, skip_special=True))
+        name = self._rust.id_to_token(token)
+        if name is None or name in self.special:
+            return 0
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", name):  # a byte that has no token of its own
+            return 1
+        return len(name.replace("\u2581", " ").encode())  # SentencePiece's space
 
     def _bytes_of(self, token: int, skip_special: bool) -> bytes:
         name = self._rust.id_to_token(token) if token >= 0 else None

@@ -50,6 +50,8 @@ class Tokenizer(Protocol):
 
     def decode_stream(self, skip_special: bool = False) -> Stream: ...
 
+    def byte_lengths(self) -> np.ndarray: ...
+
     def save(self, folder: str) -> None: ...
 
 
@@ -126,6 +128,10 @@ class ByteTokenizer:
 
     def decode_stream(self, skip_special: bool = False) -> Stream:
         return ByteStream(self._bytes_of, skip_special)
+
+    def byte_lengths(self) -> np.ndarray:
+        """How many bytes of text each id stands for, int64 [size]; 0 for control tokens."""
+        return (np.arange(self.size) < 256).astype(np.int64)
 
     def _bytes_of(self, token: int, skip_special: bool) -> bytes:
         if 0 <= token < 256:
