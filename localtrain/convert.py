@@ -28,6 +28,7 @@ from localtrain.parity import (
     Prover,
     compare_with_transformers,
     fingerprint,
+    prover,
     require_transformers,
 )
 from localtrain.source import (
@@ -83,16 +84,16 @@ def import_hub(name: str, out: str, progress: Progress | None = None) -> Report:
     if not isinstance(source, HubSource):
         raise ConfigError(f"{name} is a run or checkpoint of localtrain already: use it as it is.")
     _watch(source, "reading", progress)
-    prover = Prover(source.network.spec)
-    before = prover.logits(source)
+    proof = prover(source.network.spec)
+    before = proof.logits(source)
     with hubdir.new_folder(out) as folder:
         _watch(source, "writing", progress)
         _write_checkpoint(source, folder)
         keep_beside(source, folder)
         written = CheckpointSource(out, folder)
         _watch(written, "reading back", progress)
-        after = prover.logits(written)
-        report = _report(prover, source, written, before, after, out)
+        after = proof.logits(written)
+        report = _report(proof, source, written, before, after, out)
         _check_equal(report)
     return report
 
@@ -159,8 +160,8 @@ def export_hub(
         raise ConfigError(f"--dtype {dtype}: known are {', '.join(HUB_TYPES)}.")
     source = open_source(name)
     _watch(source, "reading", progress)
-    prover = Prover(source.network.spec)
-    before = prover.logits(source)
+    proof = prover(source.network.spec)
+    before = proof.logits(source)
     plan = _plan(source, dtype)
     with hubdir.new_folder(out) as folder:
         _watch(source, "writing", progress)
@@ -176,8 +177,8 @@ def export_hub(
         )
         written = HubSource(out, folder)
         _watch(written, "reading back", progress)
-        after = prover.logits(written)
-        report = _report(prover, source, written, before, after, out)
+        after = proof.logits(written)
+        report = _report(proof, source, written, before, after, out)
         if dtype is None:
             _check_equal(report)
         if check:
@@ -211,7 +212,7 @@ def _config(source: Source, plan: Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 def ends_of(source: Source | None) -> dict[str, Any]:
     """bos_token_id and eos_token_id of a run's own tokenizer, where its config names others."""
-    if not isinstance(source, CheckpointSource):
+    if not isinstance(source, CheckpointSource) or source.is_import:
         return {}
     folder = storage.join(source.home, TOKENIZER)
     if not (source.has_byte_tokenizer() or "tokenizer.json" in source.tokenizer_files()):
@@ -232,7 +233,7 @@ def files_beside(source: Source) -> dict[str, str | bytes]:
 
 
 def _report(
-    prover: Prover,
+    proof: Prover,
     source: Source,
     written: Source,
     before: np.ndarray,
@@ -242,7 +243,7 @@ def _report(
     return Report(
         source=_side(source, source.name, before),
         written=_side(written, out, after),
-        tokens=[int(token) for token in prover.tokens],
+        tokens=[int(token) for token in proof.tokens],
         max_difference=float(np.abs(before - after).max()),
         notes=source.notes,
     )

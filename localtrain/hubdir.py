@@ -74,12 +74,12 @@ def _inside_cache(folder: str) -> str:
 
 
 def _from_hub(name: str) -> str:
-    import huggingface_hub as hub
+    from huggingface_hub import constants, snapshot_download
 
     repo, _, revision = name.partition("@")
 
     def fetch(patterns: list[str], offline: bool) -> str:
-        return hub.snapshot_download(
+        return snapshot_download(
             repo, revision=revision or None, allow_patterns=patterns, local_files_only=offline
         )
 
@@ -90,7 +90,7 @@ def _from_hub(name: str) -> str:
             return folder
     except Exception:  # not in the cache: every reason is the same here
         folder = None
-    if hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         partly = f" whole ({folder} lacks files)" if folder else ""
         raise DataError(
             f"{name}: neither a folder here nor{partly} in the local Hugging Face cache, and "

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -44,6 +44,12 @@ class Fingerprint:
 def fixed_tokens(vocab: int) -> np.ndarray:
     """int32 [16]: spread over the vocabulary, the same for every model of that size."""
     return ((7919 * np.arange(LENGTH, dtype=np.int64) + 11) % vocab).astype(np.int32)
+
+
+@lru_cache(maxsize=2)
+def prover(spec: Model) -> Prover:
+    """The Prover of a spec."""
+    return Prover(spec)
 
 
 class Prover:

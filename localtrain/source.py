@@ -210,6 +210,7 @@ class CheckpointSource(Source):
                 raise DataError(f"{where}: missing, so the model of {folder} is not known.")
             hf = read_hub_config(where)
         super().__init__(name, folder, hf, where)
+        self.is_import = "run" not in meta  # nothing was trained: tokenizer and config agree
         self.step_folder = Path(reader.folder, str(self.step))
         self._contents = meta["arrays"]
         template = {"params": self.network.shapes}
