@@ -69,18 +69,20 @@ def row_keys(seed: int | Sequence[int], rows: Sequence[np.ndarray]) -> jax.Array
     and later ones draw from another stream, else they would only repeat the first. A list gives
     every row its own seed.
     """
-    if not isinstance(seed, int | np.integer):
-        if len(seed) != len(rows):
-            raise ConfigError(f"{len(seed)} seeds for {len(rows)} rows; give one seed per row.")
-        return jax.vmap(jax.random.key)(np.asarray([_bits(s) for s in seed], np.uint32))
-    seen: dict[bytes, int] = {}
-    copies = []
-    for row in rows:
-        name = np.asarray(row, np.int32).tobytes()
-        copies.append(seen.get(name, 0))
-        seen[name] = copies[-1] + 1
-    key = jax.random.key(np.uint32(_bits(seed)))
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, np.asarray(copies, np.uint32))
+    copies = np.zeros(len(rows), np.uint32)
+    if isinstance(seed, int | np.integer):
+        seeds = [seed] * len(rows)
+        seen: dict[bytes, int] = {}
+        for i, row in enumerate(rows):
+            name = np.asarray(row, np.int32).tobytes()
+            copies[i] = seen.get(name, 0)
+            seen[name] = copies[i] + 1
+    else:
+        seeds = list(seed)
+    if len(seeds) != len(rows):
+        raise ConfigError(f"{len(seeds)} seeds for {len(rows)} rows; give one seed per row.")
+    keys_B = jax.vmap(jax.random.key)(np.array([_bits(one) for one in seeds], np.uint32))
+    return jax.vmap(jax.random.fold_in)(keys_B, copies)
 
 
 def _bits(seed: int) -> int:
