@@ -109,8 +109,11 @@ def test_export_of_an_import_is_the_original_bit_for_bit(family, imported, tmp_p
     assert before.items() <= after.items()
 
 
+TEXT = [family for family in FAMILIES if family != "gemma3_mm"]  # its outputs are of images
+
+
 @pytest.mark.parametrize(
-    "family", [f if f == "llama3_1" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+    "family", [f if f == "llama3_1" else pytest.param(f, marks=pytest.mark.slow) for f in TEXT]
 )
 def test_golden_outputs_hold_after_import_and_export(family, imported, tmp_path):
     from safetensors.numpy import load_file
@@ -119,19 +122,17 @@ def test_golden_outputs_hold_after_import_and_export(family, imported, tmp_path)
     facts = json.loads((golden(family) / "golden.json").read_text())
     convert.export_hub(str(imported(family)[0]), str(tmp_path / "back"))
     model = api.load(str(tmp_path / "back"))
-    if "pixel_values" not in expected:
-        ids, mask = expected["input_ids"], expected["attention_mask"]
-        difference = np.abs(np.asarray(model.logits(ids, mask)) - expected["logits"])
-        assert difference[mask.astype(bool)].max() <= facts["suggested_atol"]
-        loss, grads = model.loss_and_grads(ids, expected["labels"], mask)
-        assert loss == pytest.approx(float(expected["loss"][0]), rel=1e-5)
-        for name, norm in facts["grad_norms"].items():
-            if name in grads:
-                assert np.linalg.norm(grads[name]) == pytest.approx(norm, rel=1e-3, abs=1e-6)
-    if "greedy_tokens" in expected:
-        count = len(expected["greedy_tokens"])
-        new = model.generate(expected["prompt.input_ids"], max_new_tokens=count)
-        assert new.tolist() == [expected["greedy_tokens"].tolist()]
+    ids, mask = expected["input_ids"], expected["attention_mask"]
+    difference = np.abs(np.asarray(model.logits(ids, mask)) - expected["logits"])
+    assert difference[mask.astype(bool)].max() <= facts["suggested_atol"]
+    loss, grads = model.loss_and_grads(ids, expected["labels"], mask)
+    assert loss == pytest.approx(float(expected["loss"][0]), rel=1e-5)
+    assert grads.keys() == facts["grad_norms"].keys()
+    for name, norm in facts["grad_norms"].items():
+        assert np.linalg.norm(grads[name]) == pytest.approx(norm, rel=1e-3, abs=1e-6), name
+    tokens = expected["greedy_tokens"].tolist()
+    new = model.generate(expected["prompt.input_ids"], max_new_tokens=len(tokens))
+    assert new.tolist() == [tokens]
 
 
 def test_the_imported_folder_loads_like_the_original(imported):
