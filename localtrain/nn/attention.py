@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from localtrain.nn.attend import attend
 from localtrain.nn.cached import Slots, attend_cached, empty
-from localtrain.nn.core import WEIGHT_STD, Policy, RMSNorm, param
+from localtrain.nn.core import WEIGHT_STD, Policy, RMSNorm, linear, param
 from localtrain.nn.rope import rotate
 from localtrain.nn.spec import Gqa, Rope
 
@@ -79,15 +78,15 @@ class Attention(nnx.Module):
             out_BTNH, cache = attend_cached(q_BTNH, k_BTKH, v_BTKH, cache, ctx.slots, **options)
         # heads and their channels as one axis: over two, XLA's CPU compiler copies the weight first
         wo_AD = self.wo_NHD[...].astype(self.dtype).reshape(-1, x_BTD.shape[-1])
-        out_BTD = out_BTNH.reshape(*x_BTD.shape[:2], -1) @ wo_AD
+        out_BTD = linear(out_BTNH.reshape(*x_BTD.shape[:2], -1), wo_AD)
         if spec.out_bias:
             out_BTD = out_BTD + self.bo_D[...].astype(self.dtype)
         return out_BTD, cache
 
     def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q_BTNH = self._head("BTD,DNH->BTNH", x_BTD, self.wq_DNH, "bq_NH")
-        k_BTKH = self._head("BTD,DKH->BTKH", x_BTD, self.wk_DKH, "bk_KH")
-        v_BTKH = self._head("BTD,DKH->BTKH", x_BTD, self.wv_DKH, "bv_KH")
+        q_BTNH = self._heads(x_BTD, self.wq_DNH, "bq_NH")
+        k_BTKH = self._heads(x_BTD, self.wk_DKH, "bk_KH")
+        v_BTKH = self._heads(x_BTD, self.wv_DKH, "bv_KH")
         q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")
         v_BTKH = checkpoint_name(v_BTKH, "v")
         if self.spec.qk_norm is not None:
@@ -97,9 +96,13 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = rotate(q_BTNH, tables), rotate(k_BTKH, tables)
         return q_BTNH, k_BTKH, v_BTKH
 
-    def _head(self, equation: str, x_BTD: jax.Array, weight: nnx.Param, bias: str) -> jax.Array:
-        y = jnp.einsum(equation, x_BTD, weight[...].astype(self.dtype))
-        return y + getattr(self, bias)[...].astype(self.dtype) if self.spec.qkv_bias else y
+    def _heads(self, x_BTD: jax.Array, weight: nnx.Param, bias: str) -> jax.Array:
+        w_DNH = weight[...].astype(self.dtype)
+        y_BTA = linear(x_BTD, w_DNH.reshape(w_DNH.shape[0], -1))
+        y_BTNH = y_BTA.reshape(*y_BTA.shape[:2], *w_DNH.shape[1:])
+        return (
+            y_BTNH + getattr(self, bias)[...].astype(self.dtype) if self.spec.qkv_bias else y_BTNH
+        )
 
 
 def init_cache(spec: Gqa, batch: int, slots: int, dtype) -> dict[str, jax.Array]:

@@ -22,6 +22,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from localtrain.nn.core import soft_cap
+
 NEVER = -1e30  # score of an invisible key; finite, so that a row without keys stays finite
 CPU_BLOCK, CPU_SCORES = 128, 2**17  # best of 64 .. 512 and 2**16 .. 2**20 at T = 512
 BLOCK = 256
@@ -192,13 +194,6 @@ class Blocks:
         near = (of_q.max(1) >= low) & (of_q.min(1) <= of_k.max(1))
         return lax.cond(near.any(), compute, lambda: otherwise)
 
-    def scores(self, at: Rows) -> jax.Array:
-        """Scaled and capped scores of one step, not masked, float32 [Z, rows, keys]."""
-        scores = _product("zrh,zsh->zrs", self.queries(self.q_ZRH, at), self.keys(self.k_ZSH, at))
-        scores = scores * self.kernel.scale
-        cap = self.kernel.softcap
-        return scores if cap is None else cap * jnp.tanh(scores / cap)
-
     def forward(self) -> tuple[jax.Array, jax.Array]:
         """Output [B, T, N, H] and log-sum-exp [B, T, N]."""
         z, r = self.q_ZRH.shape[:2]
@@ -225,7 +220,11 @@ class Blocks:
 
         def compute():
             mask = self.mask(at)
-            scores = jnp.where(mask, self.scores(at), NEVER)
+            scores = _product(
+                "zrh,zsh->zrs", self.queries(self.q_ZRH, at), self.keys(self.k_ZSH, at)
+            )
+            scores = soft_cap(scores * self.kernel.scale, self.kernel.softcap)
+            scores = jnp.where(mask, scores, NEVER)
             new = jnp.maximum(top, scores.max(-1))
             weights = jnp.where(mask, jnp.exp(scores - new[..., None]), 0.0)
             shrink = jnp.exp(top - new)
@@ -242,35 +241,46 @@ class Blocks:
         lse_ZR = self.to_rows(lse_BTN[..., None])[..., 0]
         delta_ZR = self.to_rows(_row_sum(out_BTNH, g_BTNH)[..., None])[..., 0]
         step = partial(self._backward_step, g_ZRH, lse_ZR, delta_ZR)
-        start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (self.q_ZRH, self.k_ZSH, self.v_ZSH))
-        carry, _ = lax.scan(step, start, self.pairs())
-        dq, dk, dv = (self.from_rows(x).astype(self.dtype) for x in carry)
+        start = (
+            jnp.zeros(self.q_ZRH.swapaxes(1, 2).shape, jnp.float32),
+            jnp.zeros(self.k_ZSH.shape, jnp.float32),
+            jnp.zeros(self.v_ZSH.shape, jnp.float32),
+        )
+        (dq_ZHR, dk_ZSH, dv_ZSH), _ = lax.scan(step, start, self.pairs())
+        parts = dq_ZHR.swapaxes(1, 2), dk_ZSH, dv_ZSH
+        dq, dk, dv = (self.from_rows(x).astype(self.dtype) for x in parts)
         return dq, dk, dv
 
     def _backward_step(self, g_ZRH, lse_ZR, delta_ZR, carry, at: Rows):
-        dq_ZRH, dk_ZSH, dv_ZSH = carry
-        old = self.queries(dq_ZRH, at), self.keys(dk_ZSH, at), self.keys(dv_ZSH, at)
+        dq_ZHR, dk_ZSH, dv_ZSH = carry
+        here = at.z, 0, at.t * self.group
+        size = self.step, dq_ZHR.shape[1], self.block * self.group
+        old = lax.dynamic_slice(dq_ZHR, here, size), self.keys(dk_ZSH, at), self.keys(dv_ZSH, at)
 
         def compute():
             q, k = self.queries(self.q_ZRH, at), self.keys(self.k_ZSH, at)
             g, v = self.queries(g_ZRH, at), self.keys(self.v_ZSH, at)
-            scores = self.scores(at)
-            weights = jnp.exp(scores - self.queries(lse_ZR, at)[..., None])
-            weights = jnp.where(self.mask(at), weights, 0.0)
-            slope = _product("zrh,zsh->zrs", g, v) - self.queries(delta_ZR, at)[..., None]
+            # Keys as rows here and dq transposed: no product below then has a transposed large
+            # operand, which takes XLA's CPU products three times as long.
+            scores = soft_cap(
+                _product("zsh,zrh->zsr", k, q) * self.kernel.scale, self.kernel.softcap
+            )
+            weights = jnp.exp(scores - self.queries(lse_ZR, at)[:, None])
+            weights = jnp.where(self.mask(at).swapaxes(1, 2), weights, 0.0)
+            slope = _product("zsh,zrh->zsr", v, g) - self.queries(delta_ZR, at)[:, None]
             slope = weights * slope * self.kernel.scale
             if self.kernel.softcap is not None:
                 slope = slope * (1.0 - (scores / self.kernel.softcap) ** 2)
             slope, weights = slope.astype(q.dtype), weights.astype(g.dtype)
             return (
-                old[0] + _product("zrs,zsh->zrh", slope, k),
-                old[1] + _product("zrs,zrh->zsh", slope, q),
-                old[2] + _product("zrs,zrh->zsh", weights, g),
+                old[0] + _product("zsh,zsr->zhr", k, slope),
+                old[1] + _product("zsr,zrh->zsh", slope, q),
+                old[2] + _product("zsr,zrh->zsh", weights, g),
             )
 
         dq, dk, dv = self.when_near(at, compute, old)
-        dq_ZRH = self.put_queries(dq_ZRH, dq, at)
-        return (dq_ZRH, self.put_keys(dk_ZSH, dk, at), self.put_keys(dv_ZSH, dv, at)), None
+        dq_ZHR = lax.dynamic_update_slice(dq_ZHR, dq, here)
+        return (dq_ZHR, self.put_keys(dk_ZSH, dk, at), self.put_keys(dv_ZSH, dv, at)), None
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from localtrain.nn.core import WEIGHT_STD, Policy, param
+from localtrain.nn.core import WEIGHT_STD, Policy, linear, param, weight_gradient
 from localtrain.nn.spec import Glu
 
 ACTIVATIONS = {
@@ -46,7 +46,7 @@ class GatedMlp(nnx.Module):
         return out_BTD + self.b_down_D[...].astype(self.dtype) if self.bias else out_BTD
 
     def _project(self, x: jax.Array, weight: nnx.Param, bias_name: str) -> jax.Array:
-        y = jnp.dot(x, weight[...].astype(self.dtype))
+        y = linear(x, weight[...].astype(self.dtype))
         return y + getattr(self, bias_name)[...].astype(self.dtype) if self.bias else y
 
 
@@ -69,9 +69,8 @@ def _glu_down_forward(act, gate_BTF, up_BTF, w_FD):
 def _glu_down_backward(act, saved, g_BTD):
     gate_BTF, up_BTF, w_FD = saved
     hidden_BTF, pull = jax.vjp(lambda gate, up: act(gate) * up, gate_BTF, up_BTF)
-    d_w_FD = jnp.einsum("BTF,BTD->FD", hidden_BTF, g_BTD)
     d_gate_BTF, d_up_BTF = pull(jnp.einsum("BTD,FD->BTF", g_BTD, w_FD))
-    return d_gate_BTF, d_up_BTF, d_w_FD
+    return d_gate_BTF, d_up_BTF, weight_gradient(hidden_BTF, g_BTD)
 
 
 glu_down.defvjp(_glu_down_forward, _glu_down_backward)
