@@ -90,8 +90,7 @@ def make_network(run: RunConfig, hf: dict[str, Any], where: str, backend: Backen
 
 def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:
     """Compile the three programs side by side. Raises OutOfMemoryError with advice."""
-    mesh = sharding.make_mesh(run.mesh)
-    _check_rows(run, mesh)
+    mesh = run_mesh(run)
     cache, began = compile_cache.enable(), time.monotonic()
     before = cache.hits
     programs = steps.lower(network, run, mesh)
@@ -117,8 +116,12 @@ def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:
     )
 
 
-def _check_rows(run: RunConfig, mesh: jax.sharding.Mesh) -> None:
-    """Every device gets the same number of rows of every micro-batch."""
+def run_mesh(run: RunConfig) -> jax.sharding.Mesh:
+    """The devices as the run wants them, or ConfigError.
+
+    Every device gets the same number of rows of every micro-batch.
+    """
+    mesh = sharding.make_mesh(run.mesh)
     rows = run.train.micro_batch or run.train.batch_size
     ways = mesh.shape["replica"] * mesh.shape["fsdp"]
     if rows % ways:
@@ -127,6 +130,7 @@ def _check_rows(run: RunConfig, mesh: jax.sharding.Mesh) -> None:
             f"{key} = {rows} rows cannot be split evenly over {ways} devices (mesh.replica x "
             f"mesh.fsdp): make it a multiple of {ways}, for example {-(-rows // ways) * ways}."
         )
+    return mesh
 
 
 def bytes_per_device(tree: Tree) -> int:

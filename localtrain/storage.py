@@ -153,14 +153,31 @@ def list_files(pattern: str) -> list[FileInfo]:
     """The files that match a glob (`**` crosses folders), or all below a folder, sorted by path."""
     if is_url(pattern):
         return _remote("list", pattern, lambda fs, key: _remote_files(pattern, fs, key))
+    return [info(name) for name in _local_names(pattern) if os.path.isfile(name)]
+
+
+def list_unreadable(pattern: str) -> list[str]:
+    """What matches in the same way but holds no bytes to read, each with the reason."""
+    if is_url(pattern):
+        return []
+    reasons = []
+    for name in _local_names(pattern):
+        if os.path.isfile(name) or os.path.isdir(name):
+            continue
+        if os.path.islink(name) and not os.path.exists(name):
+            reasons.append(f"{name}, a link to {os.readlink(name)}, which does not exist")
+        elif os.path.exists(name):
+            reasons.append(f"{name}, a pipe, a socket or a device")
+    return reasons
+
+
+def _local_names(pattern: str) -> list[str]:
     local = local_path(pattern)
     if os.path.isdir(local):
-        found = [os.path.join(top, name) for top, _, names in os.walk(local) for name in names]
-    elif os.path.isfile(local):  # a file whose own name holds glob characters
-        found = [local]
-    else:
-        found = [name for name in local_glob.glob(local, recursive=True) if os.path.isfile(name)]
-    return [info(name) for name in sorted(found)]
+        return sorted(os.path.join(top, name) for top, _, names in os.walk(local) for name in names)
+    if os.path.lexists(local):  # a file whose own name holds glob characters
+        return [local]
+    return sorted(local_glob.glob(local, recursive=True))
 
 
 def _remote_files(pattern: str, filesystem: Any, key: str) -> list[FileInfo]:

@@ -25,7 +25,7 @@ from localtrain.data.loader import Corpus, Prefetcher, prepare
 from localtrain.data.tokenizer import Tokenizer
 from localtrain.errors import ConfigError, DataError, NonFiniteError, Stopped
 from localtrain.generate import generate
-from localtrain.job import Job, compile_job, describe, make_network
+from localtrain.job import Job, compile_job, describe, make_network, run_mesh
 from localtrain.metrics import MetricsWriter, read_metrics
 from localtrain.oom import memory_advice
 from localtrain.progress import Progress, show_stages
@@ -78,6 +78,7 @@ def train(
     if dry_run:
         return Result(out or f"runs/{run.name}", facts=describe(run, network))
     place.initialize()
+    run_mesh(run)  # before hours of tokenizing
     with StopSignal.install() as stop, RunDirectory.open(out, run, override) as home:
         stop.nothing_to_save(True)
         runtime.setup_logging(home.path)

@@ -147,6 +147,10 @@ def test_a_mistake_names_place_key_value_and_what_to_do(load, text, parts):
         ("model.preset=qwen3-06b", ["is not a preset", "did you mean 'qwen3-0.6b'?"]),
         ("model.dtype=float16", ["float32 | bfloat16 or null", "did you mean 'bfloat16'?"]),
         ("optim.warmup=5000", ["optim.warmup = 5000 is longer"]),
+        ("optim.lr=1e300", ["optim.lr = 1e+300 must be at most 1000000000000000"]),
+        ("eval.prompt=\udcff", ["eval.prompt =", "is not valid Unicode; write it in UTF-8"]),
+        ("data.tokenizer=\udcff", ["data.tokenizer =", "is not valid Unicode"]),
+        ("data.sources=a\udcff", ["data.sources.0.path =", "is not valid Unicode"]),
     ],
 )
 def test_a_mistake_in_an_argument_is_answered_in_the_same_way(load, argument, parts):
@@ -167,6 +171,15 @@ def test_a_shortened_run_may_end_within_its_warm_up(load, tmp_path):
 def test_several_mistakes_are_said_at_once(load):
     said = message(load, "optim: {lr: x, clip: y}\nseed: z\nname: 3\ntask: q")
     assert all(key in said for key in ("task", "name", "seed")) and "2 more" in said
+
+
+def test_a_misspelt_section_is_said_before_what_it_lacks(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("modle: {preset: qwen3-tiny}\ndata: {sources: a.txt}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_run(str(path))
+    said = str(caught.value)
+    assert said.index("did you mean the section model?") < said.index("no model is named")
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,24 @@ def _report(message: str, code: int, debug: bool = False) -> int:
     return code
 
 
+def _key_meant(option: str) -> str | None:
+    """The key of a run file that was written as an option: --steps is train.steps."""
+    from localtrain.config.alias import ALIASES
+    from localtrain.config.message import keys
+
+    name = option.lstrip("-")
+    if "." in name:
+        return name
+    name = name.replace("-", "_").lower()
+    known = [key for key, _ in keys()]
+    found = [key for key in known if key.rpartition(".")[2] == name]
+    return found[0] if len(found) == 1 else next(iter({ALIASES.get(name)} & set(known)), None)
+
+
 def _usage(error: click.ClickException) -> str:
     message = " ".join(error.format_message().split())
     context = getattr(error, "ctx", None)
-    if isinstance(error, click.NoSuchOption) and "." in error.option_name:
-        key = error.option_name.lstrip("-")
-        return f"{message} Keys are written without dashes: {key}=VALUE"
+    if isinstance(error, click.NoSuchOption) and (key := _key_meant(error.option_name)):
+        return f"No such option '{error.option_name}'. Keys are written without dashes: {key}=VALUE"
     path = context.command_path if context else "localtrain"
     return f"{message} See `{path} --help`"

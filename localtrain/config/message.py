@@ -48,6 +48,7 @@ def explain_errors(error: ValidationError, origin: Origin | None) -> str:
     """One paragraph for up to three mistakes of a run; `origin` None = built from Python."""
     origin = origin or Origin("RunConfig")
     found = error.errors(include_url=False)
+    found.sort(key=lambda entry: entry["type"] != "extra_forbidden")  # a typo causes the others
     sentences = [_sentence(entry, origin) for entry in found[:3]]
     if len(found) > 3:
         sentences.append(f"{len(found) - 3} more after these")
@@ -128,6 +129,8 @@ def _expected(path: list[str], entry: Any) -> str:
     info = dict(keys()).get(".".join(path))
     if entry["type"] in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
         return _limit(entry)
+    if entry["type"] == "string_unicode":
+        return "is not valid Unicode; write it in UTF-8"
     if entry["type"] == "finite_number":
         return "must be a finite number"
     if info is None:  # a section, or something inside a source

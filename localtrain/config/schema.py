@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -24,6 +25,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from localtrain.config.secret import mask
 from localtrain.errors import ConfigError
@@ -43,6 +45,13 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _unicode(text: str) -> str:
+    """A shell argument that is not UTF-8 arrives with surrogates, which no file can hold."""
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise PydanticCustomError("string_unicode", "not valid Unicode")  # as pydantic's own
+    return text
+
+
 def _listed(value: Any) -> Any:
     """One source or a list of them; always kept as a tuple."""
     if value is None:
@@ -51,8 +60,8 @@ def _listed(value: Any) -> Any:
 
 
 Integer = Annotated[int, BeforeValidator(_number), Field(le=2**31 - 1)]  # fits int32 on devices
-Number = Annotated[float, BeforeValidator(_number)]
-Text = StrictStr
+Number = Annotated[float, BeforeValidator(_number), Field(le=1e15)]  # far from what float32 holds
+Text = Annotated[StrictStr, AfterValidator(_unicode)]
 
 
 class Section(BaseModel):
@@ -221,7 +230,6 @@ class EvalConfig(Section):
     batches: Integer | None = Field(
         20, ge=1, description="batches per evaluation; null = every held-out row"
     )
-    prompt: Text = Field("", description="text that the sample at the end of a run continues")
     prompt: Text = Field("", description="how the sample text at the end of the run starts")
 
 

@@ -36,6 +36,13 @@ from localtrain.data.tokenizer import Tokenizer, mark_document
 from localtrain.errors import DataError, Stopped
 
 log = logging.getLogger(__name__)
+FIELD = "Set the `field` of the source to the key that holds the text."
+ADVICE = {  # when nothing of a source can be used
+    "missing_field": FIELD,
+    "not_text": FIELD,
+    "bad_json": "Write one JSON object per line, or set the `format` of the source to text.",
+    "bad_utf8": "Convert the files to UTF-8, for example with iconv.",
+}
 
 
 def build_dataset(
@@ -135,10 +142,8 @@ def _nothing_usable(sources: list[Source], skipped: dict, first: dict) -> str:
     if not skipped:
         return f"source {names}: there is no text in it."
     reasons = "; ".join(f"{n} x {r}, first at {first.get(r, '?')}" for r, n in skipped.items())
-    return (
-        f"source {names}: not one usable document: {reasons}. For jsonl and parquet, set the "
-        f"`field` of the source to the key that holds the text."
-    )
+    advice = " ".join(text for reason, text in ADVICE.items() if reason in skipped)
+    return f"source {names}: not one usable document: {reasons}. {advice}".rstrip()
 
 
 def _build_locked(

@@ -91,7 +91,8 @@ def prepare(
     for dataset in every:
         for reason, count in dataset.index.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count
-        notes += [f"{count:,} {what}" for what, count in dataset.index.notes.items()]
+        for what, count in dataset.index.notes.items():
+            notes.append(f"{count:,} {what.replace('_', ' ')}")
         if short := int((dataset.lengths < 2).sum()):
             notes.append(f"{short:,} documents of a single token train nothing")
     return Corpus(

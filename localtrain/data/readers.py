@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from localtrain.data.sources import Source, SourceFile, find_files
 from localtrain.data.tally import MAX_ROW_BYTES, Document, Tally, check_text, usable
 from localtrain.errors import DataError
 
+log = logging.getLogger(__name__)
 BATCH_TEXT = 2 << 20  # characters handed to a tokenizer at once
 BATCH_DOCUMENTS = 4096
 SECTION_BYTES = 1 << 20  # a longer text file is read in sections, cut after a line
@@ -35,6 +37,9 @@ def read_batches(
     found, passed = find_files(source)
     if passed:
         tally.note("files_passed_over", len(passed))
+    if unreadable := storage.list_unreadable(source.path):
+        tally.note("files_passed_over", len(unreadable))
+        log.warning("source %s: passed over %s", source.path, "; ".join(unreadable[:3]))
     total = sum(file.size for file in found)
     done = size = 0
     batch: list[Document] = []

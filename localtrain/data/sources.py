@@ -161,6 +161,10 @@ def _is_hidden(name: str, top: str) -> bool:
 
 
 def _nothing_found(path: str) -> str:
+    if unreadable := storage.list_unreadable(path):
+        return f"source {path}: there is no file to read, only {'; '.join(unreadable[:3])}."
+    if storage.is_dir(path):
+        return f"source {path}: the folder holds no file."
     message = f"source {path}: no file matches."
     if "://" in path or any(mark in path for mark in "*?["):
         return message + " Check the path and the glob (** crosses folders)."

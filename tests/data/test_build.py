@@ -182,6 +182,11 @@ def test_nothing_usable_says_why_and_where(byte, tmp_path):
     message = str(caught.value)
     assert "not one usable document: 2 x missing_field" in message
     assert f"first at {path}:1 (field 'text'; it has content)" in message
+    assert "Set the `field` of the source" in message
+    path.write_bytes(b'{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"1 x bad_utf8.*Convert the files to UTF-8") as caught:
+        cached_dataset(Source(str(path)), byte, str(tmp_path / "cache"))
+    assert "field" not in str(caught.value)
     path.write_text("")
     with pytest.raises(DataError, match="there is no text in it"):
         cached_dataset(Source(str(path)), byte, str(tmp_path / "cache"))

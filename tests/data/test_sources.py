@@ -111,6 +111,25 @@ def test_a_folder_is_searched_for_known_endings_and_the_others_are_reported(tmp_
     assert len(passed) == 4
 
 
+@pytest.mark.skipif(os.name != "posix", reason="links and pipes")
+def test_a_link_to_nowhere_and_a_pipe_are_passed_over_and_named(tmp_path, caplog):
+    os.symlink("nowhere", tmp_path / "b.txt")
+    os.mkfifo(tmp_path / "c.txt")
+    for pattern in (tmp_path, tmp_path / "*", tmp_path / "b.txt"):
+        with pytest.raises(DataError, match=r"b\.txt, a link to nowhere, which does not exist"):
+            find_files(Source(str(pattern)))
+    with pytest.raises(DataError, match=r"c\.txt, a pipe"):
+        find_files(Source(str(tmp_path / "c.txt")))
+    (tmp_path / "a.txt").write_text("text")
+    for pattern in (tmp_path, tmp_path / "*"):
+        caplog.clear()
+        rows, files = Tally(), []
+        batches = list(readers.read_batches(Source(str(pattern)), rows, files, None))
+        assert [document.text for batch in batches for document in batch] == ["text"]
+        assert rows.notes == {"files_passed_over": 2}
+        assert "b.txt, a link to nowhere" in caplog.text
+
+
 def test_bad_text_files_are_counted_or_named(tmp_path):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text(" \n \n")
@@ -235,7 +254,7 @@ def test_a_pattern_that_matches_nothing_is_named(tmp_path):
     with pytest.raises(DataError, match="There is no folder"):
         find_files(Source(str(tmp_path / "none" / "korpus.txt")))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no file matches"):
+    with pytest.raises(DataError, match="the folder holds no file"):
         find_files(Source(str(tmp_path / "empty")))
 
 
