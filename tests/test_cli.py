@@ -116,6 +116,7 @@ def test_help_lists_what_is_built_and_nothing_else(call):
         ("train quickstart --steps 5", ["No such option '--steps'", "dashes: train.steps=VALUE"]),
         ("train quickstart --learning-rate 1", ["without dashes: optim.lr=VALUE"]),
         ("train quickstart --qqq 5", ["No such option '--qqq'", "localtrain train --help"]),
+        ("generate out --prompt \udcff", ["argument '\\udcff' is not valid Unicode"]),
         ("train quickstart --backend moon", ["there is no backend 'moon'"]),
         ("train quickstart --devices 0", ["--devices"]),
         ("train quickstart hf_token=hf_abcdefgh1234", ["hf_token looks like a secret"]),

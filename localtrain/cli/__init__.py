@@ -58,6 +58,9 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run one command; returns the exit code. Every error becomes one paragraph on stderr."""
     debug = "--debug" in arguments
+    for argument in arguments:
+        if not argument.isascii() and any("\ud800" <= char <= "\udfff" for char in argument):
+            return _report(f"argument {argument!r} is not valid Unicode; write it in UTF-8", 2)
     try:
         with app.make_context("localtrain", list(arguments)) as context:
             app.invoke(context)
