@@ -122,10 +122,17 @@ class LanguageModel:
         *,
         max_new_tokens: int,
         temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         stop_ids: Sequence[int] = (),
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
     ) -> np.ndarray:
-        """New tokens only, int32 [B, n]; n < max_new_tokens when every row has stopped."""
+        """New tokens only, int32 [B, n]; n < max_new_tokens when every row has stopped.
+
+        A row gets what it would get alone; equal prompts get different texts. A list of seeds is
+        one for each row.
+        """
         with jax.default_matmul_precision("highest"):
             return generate(
                 self.network,
@@ -134,6 +141,9 @@ class LanguageModel:
                 attention_mask,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
                 stop_ids=stop_ids,
                 seed=seed,
             )

@@ -13,8 +13,8 @@ import numpy as np
 
 from localtrain.complete import Line, Settings, Writer
 from localtrain.data.template import ChatTemplate, Message, encode_chat, turn_ends
+from localtrain.decode import Decoder
 from localtrain.errors import ConfigError
-from localtrain.generate import Decoder
 from localtrain.sampling import row_keys
 
 

@@ -7,7 +7,9 @@ for row, piece in writer.write(["Once upon a time"], Settings(max_new_tokens=50)
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +20,12 @@ from localtrain import hubdir, storage
 from localtrain.api import LanguageModel, load
 from localtrain.checkpoint import find_checkpoint
 from localtrain.data.tokenizer import BYTE_MARKER, Tokenizer, load_tokenizer, mark_document
-from localtrain.errors import ConfigError, DataError
+from localtrain.errors import ConfigError, DataError, OutOfMemoryError
 from localtrain.generate import stream_tokens
+from localtrain.oom import is_out_of_memory
 from localtrain.sampling import Sampling
+
+log = logging.getLogger(__name__)
 
 TEMPERATURE = 0.8  # of folders that do not say how they want to be sampled
 
@@ -87,6 +92,13 @@ class Writer:
         for each prompt, when the iterator has ended."""
         rows = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
         longest = max(len(row) for row in rows)
+        most = self.model.spec.max_length
+        if longest + settings.max_new_tokens > most:
+            log.warning(
+                "%s tokens and %s new ones are more than the %s positions that this model was made "
+                "for: what comes after those may be nonsense.",
+                *(f"{count:,}" for count in (longest, settings.max_new_tokens, most)),
+            )
         tokens_BT = np.stack([np.pad(row, (longest - len(row), 0)) for row in rows])
         lengths = np.array([len(row) for row in rows])
         mask_BT = np.arange(longest) >= longest - lengths[:, None]
@@ -190,6 +202,17 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
             "--prompt with something in it."
         )
     return np.asarray(ids, np.int32)
+
+
+@contextlib.contextmanager
+def memory_advice(advice: str) -> Iterator[None]:
+    """Raises OutOfMemoryError, with what to do, where the device has no room."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"the device ran out of memory: {advice}") from error
 
 
 def home_of(source: str) -> str:

@@ -18,11 +18,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import localtrain
-from localtrain import api, generate, sampling
+from localtrain import api, decode, generate, sampling
 from localtrain.complete import Completion, Line, Settings, Writer, encode_prompt, load_in_use
 from localtrain.data.tokenizer import load_tokenizer
+from localtrain.decode import Decoder
 from localtrain.errors import ConfigError, DataError
-from localtrain.generate import Decoder
 from localtrain.models import spec_from
 from localtrain.nn.attend import attend
 from localtrain.nn.cached import Slots, attend_cached, extend, grow
@@ -69,7 +69,7 @@ def run_command(*arguments: str, stdin: str | None = None) -> subprocess.Complet
 @pytest.mark.parametrize("whole", [False, True], ids=["by_period", "whole"])
 def test_greedy_tokens_are_those_of_transformers(family, whole, monkeypatch):
     if whole:  # what runs on accelerators: all layers in one program, caches stacked
-        monkeypatch.setattr(generate, "_only_device", lambda params: None)
+        monkeypatch.setattr(decode, "_only_device", lambda params: None)
     tensors = load_file(golden_folder(family) / "golden.safetensors")
     expected = tensors["greedy_tokens"]
     new = model_of(family).generate(tensors["prompt.input_ids"], max_new_tokens=len(expected))
@@ -162,10 +162,10 @@ def test_a_cache_that_was_rewound_forgets():
 
 
 def test_caches_come_in_few_sizes():
-    assert [generate.slots_for(n) for n in (1, 256, 257, 4096, 4097, 9000)] == [
+    assert [decode.slots_for(n) for n in (1, 256, 257, 4096, 4097, 9000)] == [
         *(256, 256, 512, 4096, 8192, 12288)
     ]
-    assert [generate.padded_length(n) for n in (1, 64, 65, 300, 512, 513)] == [
+    assert [decode.padded_length(n) for n in (1, 64, 65, 300, 512, 513)] == [
         *(64, 64, 128, 512, 512, 576)
     ]
 

@@ -49,6 +49,7 @@ TOP = {
     "train",
     "job",
     "steplog",
+    "decode",
     "generate",
     "complete",
     "chat",

@@ -54,15 +54,16 @@ def chat(
     place = open_backend(backend)
     from localtrain import compile_cache
     from localtrain.chat import Chat
-    from localtrain.complete import Writer, find_tokenizer
+    from localtrain.complete import Writer, find_tokenizer, memory_advice
     from localtrain.data.template import find_template
 
     words = find_tokenizer(source, tokenizer)
     form = find_template(words, template)
     settings = settings_from(source, options)
     compile_cache.enable()
-    writer = Writer.open(source, dtype or place.defaults().dtype, words)
-    talk(Chat(writer, form, settings, system))
+    with memory_advice("try --dtype bfloat16, or /reset before the conversation is that long."):
+        writer = Writer.open(source, dtype or place.defaults().dtype, words)
+        talk(Chat(writer, form, settings, system))
 
 
 def talk(conversation: Chat) -> None:

@@ -49,12 +49,14 @@ def evaluate(
     """
     place = open_backend(backend)
     from localtrain import compile_cache
+    from localtrain.complete import memory_advice
     from localtrain.evaluate import evaluate as measure
     from localtrain.runtime import StopSignal
 
     compile_cache.enable()
     dtype = dtype or place.defaults().dtype
-    with StopSignal.install() as stop:
+    advice = memory_advice("try a smaller --batch-size or --seq-len, or --dtype bfloat16.")
+    with advice, StopSignal.install() as stop:
         stop.nothing_to_save(True)
         facts = measure(source, dtype=dtype, **options, progress=show_stages(), stop=stop.event)
     if as_json:

@@ -116,23 +116,25 @@ def generate(
     """
     place = open_backend(backend)
     from localtrain import compile_cache
-    from localtrain.complete import Writer, encode_prompt, find_tokenizer
+    from localtrain.complete import Writer, encode_prompt, find_tokenizer, memory_advice
 
-    prompts = prompts or ("",)
+    # what the shell gave in another encoding becomes U+FFFD
+    prompts = tuple(text.encode("utf-8", "replace").decode() for text in prompts) or ("",)
     words = find_tokenizer(source, tokenizer)
     for prompt in prompts:  # refused before the weights are read
         encode_prompt(words, prompt)
     settings = settings_from(source, options)
     compile_cache.enable()
-    writer = Writer.open(source, dtype or place.defaults().dtype, words)
     done: list = []
-    clock = Clock()
-    if len(prompts) == 1 and not as_json:
-        show(prompts[0])
-    for row, piece in writer.write(prompts, settings, done):
-        clock.tick(row)
+    with memory_advice("try --dtype bfloat16, fewer prompts at a time, or fewer new tokens."):
+        writer = Writer.open(source, dtype or place.defaults().dtype, words)
+        clock = Clock()
         if len(prompts) == 1 and not as_json:
-            show(piece)
+            show(prompts[0])
+        for row, piece in writer.write(prompts, settings, done):
+            clock.tick(row)
+            if len(prompts) == 1 and not as_json:
+                show(piece)
     if as_json:
         return print_json({"completions": [dataclasses.asdict(one) for one in done]})
     if len(prompts) > 1:
