@@ -83,7 +83,10 @@ class Writer:
     ) -> Writer:
         """Load what lies at `source`: a Hub folder or id, a run directory or a checkpoint."""
         words = tokenizer or find_tokenizer(source)
-        return cls(load_in_use(source, dtype), words)
+        model = load_in_use(source, dtype)
+        for note in model.source.notes:
+            log.warning("%s", note)
+        return cls(model, words)
 
     def write(
         self, prompts: Sequence[str], settings: Settings, done: list[Completion] | None = None

@@ -81,21 +81,21 @@ class Decoder:
         numbers = sampling.numbers()
         draw = self._place.sampler(sampling.kind, vocab)
         turn, keys_B = self._place.put((np.int32(0), keys_B))
-        token_B, turn = draw(self._h_BD, numbers, keys_B, turn)
+        token_B1, turn = draw(self._h_BD, numbers, keys_B, turn)
         stops = np.asarray(list(stop_ids), np.int32)
         stopped_B = np.zeros(self.rows, bool)
         last_B = np.zeros(self.rows, np.int32)
         one = np.int32(1)
         for number in range(1, count + 1):
-            current_B = token_B
+            current_B1 = token_B1
             if number < count:  # dispatched before the host waits for the current token
                 self._make_room(1)
-                self._h_BD = self._place.advance(current_B[:, None], one)
+                self._h_BD = self._place.advance(current_B1, one)
                 self.length += 1
-                token_B, turn = draw(self._h_BD, numbers, keys_B, turn)
-            last_B = np.where(stopped_B, last_B, np.asarray(current_B))
+                token_B1, turn = draw(self._h_BD, numbers, keys_B, turn)
+            last_B = np.where(stopped_B, last_B, np.asarray(current_B1)[:, 0])
             yield last_B
-            stopped_B = stopped_B | np.isin(last_B, stops)
+            stopped_B = stopped_B | (last_B[:, None] == stops).any(axis=1)
             if stopped_B.all():
                 return
 
@@ -126,7 +126,7 @@ class Whole:
         return h_BD
 
     def sampler(self, kind: tuple[bool, ...], vocab: int | None):
-        """(h_BD, numbers, keys_B, turn) -> (token_B, turn + 1)."""
+        """(h_BD, numbers, keys_B, turn) -> (token_B1, turn + 1)."""
         program = self.compiled(("draw", kind, vocab), _draw, kind=kind, vocab=vocab)
         return partial(program, self.ends)
 
@@ -232,4 +232,4 @@ def _last(x_BTD, count):
 
 def _draw(network, ends, h_BD, numbers, keys_B, turn, kind, vocab):
     token_B = choose(kind, network.logits(ends, h_BD), numbers, keys_B, turn, vocab)
-    return token_B, turn + 1
+    return token_B[:, None], turn + 1

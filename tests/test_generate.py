@@ -352,6 +352,17 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused():
         Writer.open(str(golden_folder("qwen3")), tokenizer=load_tokenizer("byte"))
 
 
+def test_code_in_a_folder_is_not_run_and_that_is_said(hub, tmp_path, caplog):
+    folder = tmp_path / "coded"
+    shutil.copytree(hub, folder)
+    hf = json.loads((folder / "config.json").read_text())
+    hf["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
+    (folder / "config.json").write_text(json.dumps(hf))
+    (folder / "modeling.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    Writer.open(str(folder))
+    assert "is not run" in caplog.text and not (tmp_path / "ran").exists()
+
+
 # a reader that lost its files leaves exceptions in Orbax's threads, after it was told
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_may_be_read_while_it_is_training(tmp_path):
