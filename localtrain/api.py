@@ -160,7 +160,8 @@ class LanguageModel:
         files = {}
         if self.source is not None:
             plan |= convert.carried_plan(self.source)
-            tensors = itertools.chain(tensors, self.source.read_carried())
+            carried = list(self.source.read_carried())  # now: `folder` may be where they lie
+            tensors = itertools.chain(tensors, carried)
             files = convert.files_beside(self.source)
         ends = convert.ends_of(self.source)
         hf = hubdir.export_config(self.hf, name, self.spec.tied, ends)

@@ -19,13 +19,14 @@ import secrets
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from localtrain import arrays, commit
+from localtrain import arrays, commit, storage
 from localtrain.errors import LocaltrainError, StorageError
 from localtrain.restore import META, CheckpointReader, find_checkpoint, restore_params
 
@@ -41,12 +42,20 @@ class Checkpoints(CheckpointReader):
     """The checkpoints of one run, to be written (and read).
 
     One writer at a time (the lock of the run directory sees to it); any number of readers.
-    `token` marks this writer's files: 16 hex digits, made up when not given.
+    `token` marks this writer's files: 16 hex digits, made up when not given. `guard` is called
+    before each write and raises when the folder is no longer this writer's.
     """
 
-    def __init__(self, folder: str | os.PathLike, keep: int = 3, token: str | None = None):
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        keep: int = 3,
+        token: str | None = None,
+        guard: Callable[[], None] | None = None,
+    ):
         super().__init__(folder)
         self.keep = keep
+        self.guard = guard
         self.token = token or secrets.token_hex(8)
         self._thread: threading.Thread | None = None
         self._failure: StorageError | None = None
@@ -90,7 +99,7 @@ class Checkpoints(CheckpointReader):
             shutil.rmtree(tmp, ignore_errors=True)
             if isinstance(error, LocaltrainError) or not isinstance(error, Exception):
                 raise
-            raise _storage_error(error, step, self.folder, []) from error
+            raise storage.storage_error("write", str(self.folder), error) from error
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the save in progress; False if it is still running after `timeout` seconds.
@@ -128,6 +137,9 @@ class Checkpoints(CheckpointReader):
                 return
             except Exception as error:  # whatever it was, training must hear of it
                 shutil.rmtree(tmp, ignore_errors=True)
+                if isinstance(error, StorageError):  # of the guard: trying again is no use
+                    self._failure = error
+                    return
                 if attempt == 1:
                     log.warning("saving step %d failed, trying once more: %s", step, _first(error))
                     time.sleep(_RETRY_AFTER_S)
@@ -135,6 +147,8 @@ class Checkpoints(CheckpointReader):
                 self._failure = _storage_error(error, step, self.folder, self._committed_now())
 
     def _write(self, tmp: Path, step: int, leaves: dict[str, np.ndarray], meta: bytes) -> None:
+        if self.guard is not None:
+            self.guard()
         self._sweep()
         tmp.mkdir(parents=True)
         need, free = sum(leaf.nbytes for leaf in leaves.values()), shutil.disk_usage(tmp).free

@@ -9,6 +9,7 @@ they wrote and compare logits (parity.py). A conversion that fails leaves nothin
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -86,7 +87,7 @@ def import_hub(name: str, out: str, progress: Progress | None = None) -> Report:
     _watch(source, "reading", progress)
     proof = prover(source.network.spec)
     before = proof.logits(source)
-    with hubdir.new_folder(out) as folder:
+    with hubdir.new_folder(out, source.bytes()) as folder:
         _watch(source, "writing", progress)
         _write_checkpoint(source, folder)
         keep_beside(source, folder)
@@ -163,7 +164,8 @@ def export_hub(
     proof = prover(source.network.spec)
     before = proof.logits(source)
     plan = _plan(source, dtype)
-    with hubdir.new_folder(out) as folder:
+    need = sum(math.prod(shape) * dtype.itemsize for shape, dtype in plan.values())
+    with hubdir.new_folder(out, need) as folder:
         _watch(source, "writing", progress)
         hubdir.write_hub_folder(
             folder,
@@ -205,7 +207,7 @@ def _config(source: Source, plan: Mapping[str, tuple[tuple[int, ...], np.dtype]]
     """config.json with the type that most weights have."""
     sizes: Counter = Counter()
     for shape, dtype in plan.values():
-        sizes[np.dtype(dtype).name] += int(np.prod(shape))
+        sizes[np.dtype(dtype).name] += math.prod(shape)
     most = sizes.most_common(1)[0][0]
     return hubdir.export_config(source.hf, most, source.network.spec.tied, ends_of(source))
 
@@ -254,10 +256,10 @@ def _side(source: Source, where: str, logits: np.ndarray) -> Side:
         stored = [source.files.tensors[name] for name in source.entries]
         kinds = Counter(one.dtype for one in stored)
         size = sum(one.end - one.start for one in stored)
-        parameters = sum(int(np.prod(one.shape)) for one in stored)
+        parameters = sum(math.prod(one.shape) for one in stored)
     else:
         kinds = Counter(NAMES[dtype] for _, dtype in source.leaves.values())
-        parameters = sum(int(np.prod(shape)) for shape, _ in source.leaves.values())
+        parameters = sum(math.prod(shape) for shape, _ in source.leaves.values())
         size = source.bytes()
     return Side(
         where=where,

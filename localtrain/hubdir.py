@@ -9,6 +9,7 @@ nothing can be renamed, `config.json` comes last: a folder without it is not a m
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -36,14 +37,18 @@ OTHER_FILES = (
     "video_preprocessor_config.json",
 )
 _LEGAL = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*", re.IGNORECASE)
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 # finding ---------------------------------------------------------------------------------------
 
 
-def locate(name: str) -> str:
-    """The folder or URL that a name means. DataError when there is none."""
+def locate(name: str, weights: bool = True) -> str:
+    """The folder or URL that a name means; weights: a Hub id needs more than the config.
+
+    Raises DataError when there is none.
+    """
     name = str(name)
     if storage.is_url(name):
         return name
@@ -51,9 +56,14 @@ def locate(name: str) -> str:
         return _inside_cache(storage.local_path(name))
     if storage.exists(name):
         raise DataError(f"{name} is a file; name the folder that holds it and its config.json.")
-    if _HUB_ID.fullmatch(name):
-        return _from_hub(name)
+    if is_hub_id(name):
+        return _from_hub(name, weights)
     raise DataError(f"{name}: there is no such folder here, and it does not look like a Hub id.")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no local path looks like `org/name`."""
+    return bool(_HUB_ID.fullmatch(name))
 
 
 def _inside_cache(folder: str) -> str:
@@ -73,7 +83,7 @@ def _inside_cache(folder: str) -> str:
     return held[-1].path
 
 
-def _from_hub(name: str) -> str:
+def _from_hub(name: str, weights: bool) -> str:
     from huggingface_hub import constants, snapshot_download
 
     repo, _, revision = name.partition("@")
@@ -86,7 +96,7 @@ def _from_hub(name: str) -> str:
     small = [CONFIG, INDEX, *TOKENIZER_FILES, *OTHER_FILES, "LICENSE*", "NOTICE*", "USE_POLICY*"]
     try:
         folder = fetch(small, offline=True)
-        if _is_whole(folder):
+        if _is_whole(folder, weights):
             return folder
     except Exception:  # not in the cache: every reason is the same here
         folder = None
@@ -99,7 +109,7 @@ def _from_hub(name: str) -> str:
         )
     try:
         folder = fetch(small, offline=False)
-        return fetch([*small, *_weight_files(folder)], offline=False)
+        return fetch([*small, *_weight_files(folder)], offline=False) if weights else folder
     except Exception as error:  # the client has many; each is a reason in words
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
@@ -109,9 +119,9 @@ def _from_hub(name: str) -> str:
         ) from error
 
 
-def _is_whole(folder: str) -> bool:
+def _is_whole(folder: str, weights: bool) -> bool:
     try:
-        return bool(read_hub_config(folder)) and bool(HubFiles(folder).tensors)
+        return bool(read_hub_config(folder)) and (not weights or bool(HubFiles(folder).tensors))
     except (LocaltrainError, OSError):
         return False
 
@@ -154,10 +164,11 @@ def copy_files(files: Mapping[str, str | bytes], folder: str) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(out: str) -> Iterator[str]:
+def new_folder(out: str, need: int = 0) -> Iterator[str]:
     """A folder to fill, which becomes `out` when the block ends well and vanishes when not.
 
-    Raises ConfigError when `out` holds anything. Behind a URL it is `out` itself.
+    Raises ConfigError when `out` holds anything, StorageError when `need` bytes do not fit. Behind
+    a URL it is `out` itself.
     """
     if storage.exists(out) and (not storage.is_dir(out) or storage.list_dir(out)):
         raise ConfigError(f"{out} is not empty; nothing was written there. Choose a new folder.")
@@ -168,17 +179,25 @@ def new_folder(out: str) -> Iterator[str]:
     made = f"{final}.tmp-{secrets.token_hex(6)}"
     storage.make_dirs(made)
     try:
+        if need > shutil.disk_usage(made).free:
+            full = OSError(errno.ENOSPC, "No space left on device")
+            raise storage.storage_error(f"write {need / 1e9:.2f} GB into", final, full)
         yield made
-        if os.path.isdir(final):
-            os.rmdir(final)
-        storage.rename(made, final)
-        storage.sync_dir(os.path.dirname(final))
-    except OSError as error:
-        shutil.rmtree(made, ignore_errors=True)
-        raise storage.storage_error("create", final, error) from error
+        _publish(made, final)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
+
+
+def _publish(made: str, final: str) -> None:
+    """Give a finished folder its name."""
+    try:
+        if os.path.isdir(final):
+            os.rmdir(final)  # it was empty
+    except OSError as error:
+        raise storage.storage_error("replace", final, error) from error
+    storage.rename(made, final)
+    storage.sync_dir(os.path.dirname(final))
 
 
 def write_hub_folder(
@@ -189,11 +208,18 @@ def write_hub_folder(
     files: Mapping[str, str | bytes],
     shard_bytes: int = SHARD_BYTES,
 ) -> list[str]:
-    """Weights, then the files beside them, then config.json. Returns the names of the weights."""
+    """Weights, then the files beside them, then config.json. Returns the names of the weights.
+
+    Weights that lay there before go: readers would take the wrong ones.
+    """
     storage.make_dirs(folder)
     written = write_tensors(folder, plan, tensors, shard_bytes)
     copy_files(files, folder)
     storage.write_atomic(storage.join(folder, CONFIG), encode_config(hf))
+    kept = {*written, INDEX} if len(written) > 1 else {*written}
+    for name in storage.list_dir(folder):
+        if _WEIGHTS.fullmatch(name) and name not in kept:
+            storage.remove_tree(storage.join(folder, name))
     return written
 
 

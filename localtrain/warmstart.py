@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from localtrain import models, storage
+from localtrain import hubdir, models, storage
 from localtrain.config import RunConfig
 from localtrain.convert import keep_beside
 from localtrain.data.tokenizer import BYTE_MARKER, Tokenizer, load_tokenizer
@@ -53,9 +53,8 @@ def find_start(run: RunConfig, out: str | None, override: bool = False) -> Start
     Raises ConfigError or DataError; nothing is written.
     """
     if run.model.init_from is None:
-        name = run.model.preset or run.model.path
-        preset = run.model.preset
-        hf = models.read_preset(preset) if preset else read_hub_config(run.model.path)
+        name, preset = run.model.preset or run.model.path, run.model.preset
+        hf = models.read_preset(preset) if preset else _read_config(run.model.path)
         return _checked(run, Start(hf, name, load_tokenizer(run.data.tokenizer or "byte")))
     name, started = run.model.init_from, find_started(out, run, override)
     if started is not None:
@@ -83,6 +82,13 @@ def find_start(run: RunConfig, out: str | None, override: bool = False) -> Start
             )
     start = Start(source.hf, name, words, source, own_tokenizer=is_own, notes=notes)
     return _checked(run, start)
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    """The config.json of a folder, file, URL or Hub id."""
+    if not storage.exists(path) and hubdir.is_hub_id(path):
+        path = hubdir.locate(path, weights=False)
+    return read_hub_config(path)
 
 
 def tokenizer_of(source: Source) -> str | None:

@@ -504,6 +504,39 @@ def test_what_was_written_wrongly_is_not_kept(imported, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_full_disk_is_noticed_before_anything_is_written(imported, tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(hubdir.shutil, "disk_usage", lambda path: usage)
+    for go in (
+        lambda: convert.import_hub(str(golden("qwen3")), str(tmp_path / "ours")),
+        lambda: convert.export_hub(str(imported()[0]), str(tmp_path / "back")),
+    ):
+        with pytest.raises(StorageError, match="disk is full"):
+            go()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_signal_in_the_middle_leaves_nothing(tmp_path):
+    script = f"""
+import os, signal
+from localtrain import cli, convert
+convert.keep_beside = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+raise SystemExit(cli.run(["import", {str(golden("qwen3"))!r}, {str(tmp_path / "ours")!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 75 and "same command" in done.stderr, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_weights_that_lay_there_before_do_not_mix_with_new_ones(hub):
+    folder = hub()
+    rewrite(folder, lambda held: None, shard_bytes=60_000)
+    model = api.load(str(folder))
+    model.save_hub(str(folder))
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
+    assert_same_tensors(golden("qwen3"), folder)
+
+
 def test_a_damaged_checkpoint_is_not_exported(imported, tmp_path):
     import shutil
 

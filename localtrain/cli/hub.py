@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -65,8 +66,11 @@ def export(source: str, out: str, check: bool, dtype: str | None, as_json: bool)
 
 
 def _prepare() -> None:
-    """Conversion needs no accelerator, and its numbers should not depend on one."""
+    """Conversion needs no accelerator, and its numbers should not depend on one. A signal ends it
+    like Ctrl-C, so that what was begun is removed."""
     from localtrain.backend import choose
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     backend, _ = choose("cpu")
     backend.prepare_environment(None, None)
