@@ -17,7 +17,12 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # module -> distribution, where the names differ
-DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "google_crc32c": "google-crc32c"}
+DISTRIBUTIONS = {
+    "pydantic_core": "pydantic",
+    "yaml": "pyyaml",
+    "orbax": "orbax-checkpoint",
+    "google_crc32c": "google-crc32c",
+}
 # imported, but only ever together with what brings it: jax, orbax-checkpoint, tokenizers, an extra
 BROUGHT = {"ml_dtypes", "etils", "absl", "pyarrow", "huggingface_hub"}
 # loaded by name through fsspec or an entry point, never imported by us
