@@ -51,6 +51,21 @@ class FolderLock:
         _held.add(self)
         self._sign()
 
+    def check(self) -> None:
+        """Raise StorageError when the folder is no longer the one that was locked."""
+        if self._descriptor is None:
+            return
+        try:
+            same = os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except OSError:
+            same = False
+        if not same:
+            raise StorageError(
+                f"{self.path.parent} was moved, deleted or replaced while this run wrote to it, so "
+                f"nothing more can be saved there. Put it back, then start the same command again "
+                f"to go on from its last checkpoint."
+            )
+
     def release(self) -> None:
         """Let go. Harmless when it is not held."""
         if self._descriptor is not None:

@@ -104,7 +104,8 @@ class RunDirectory:
 
     def checkpoints(self, keep: int) -> Checkpoints:
         """The checkpoints of this run, to be written under this lock."""
-        return Checkpoints(self.path / CHECKPOINTS, keep=keep, token=self.token)
+        guard = self._lock.check if self._lock is not None else None
+        return Checkpoints(self.path / CHECKPOINTS, keep=keep, token=self.token, guard=guard)
 
     def write_model(self, hub_config: dict[str, Any]) -> None:
         """Store the model's config.json (Hub keys) as model.json."""

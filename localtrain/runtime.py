@@ -244,6 +244,19 @@ def quiet_third_parties() -> None:
     for name in ("orbax", "jax._src.xla_bridge", "jax._src.distributed", "fsspec"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # futures that Orbax left behind
+    if sys.unraisablehook is not _without_closed_loops:
+        _hooks.append(sys.unraisablehook)
+        sys.unraisablehook = _without_closed_loops
+
+
+_hooks: list[Callable[[Any], None]] = []  # what was there before ours
+
+
+def _without_closed_loops(unraisable: Any) -> None:
+    """When a save fails, tensorstore's threads report the writes that are left to Orbax's event
+    loop, which is closed by then, and print one traceback each. The failure itself is raised."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        _hooks[-1](unraisable)
 
 
 def is_lead() -> bool:

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from localtrain import runtime
 from localtrain.checkpoint import Checkpoints
 from localtrain.metrics import read_metrics
 
@@ -257,7 +259,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, straig
 
 def test_a_loss_that_is_not_finite_stops_with_4_and_keeps_the_last_good_state(folder, tmp_path):
     out = tmp_path / "nan"
-    more = ["optim.lr=1e30", "optim.warmup=0", "optim.clip=0", "checkpoint.keep=2"]
+    more = ["optim.lr=1e15", "optim.warmup=0", "optim.clip=0", "checkpoint.keep=2"]
     done = run(folder, out, *more, code=4)
     assert "not applied" in done.stderr and "optim.lr" in done.stderr
     step = Checkpoints(out / "checkpoints").latest()
@@ -386,3 +388,47 @@ def test_a_directory_that_cannot_be_written_is_one_paragraph(folder, tmp_path):
     (tmp_path / "file").write_text("x")
     done = run(folder, tmp_path / "file", code=2)
     assert "is a file" in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="an open file cannot be moved on Windows")
+@pytest.mark.parametrize("what", ["moved", "deleted"])
+def test_a_run_directory_that_goes_away_ends_the_run_loudly(folder, tmp_path, what):
+    out = tmp_path / "out"
+    process = start(folder, out, "train.steps=100000", "checkpoint.every=10")
+    wait_for(out, 21, process)  # step 10 is saved
+    out.rename(tmp_path / "moved")
+    if what == "deleted":
+        shutil.rmtree(tmp_path / "moved", ignore_errors=True)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 6, said[-2000:]
+    assert f"{out} was moved, deleted or replaced" in said and "Traceback" not in said
+    if what == "moved":  # and back again it goes on
+        shutil.rmtree(out, ignore_errors=True)
+        (tmp_path / "moved").rename(out)
+        step = Checkpoints(out / "checkpoints").latest()
+        run(folder, out, f"train.steps={step + 1}")
+        assert events(out)[0]["step"] == step
+
+
+def test_what_a_failed_save_leaves_behind_is_not_printed(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    runtime.quiet_third_parties()
+    runtime.quiet_third_parties()
+    for text in ("Event loop is closed", "anything else"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))
+    assert [str(one.exc_value) for one in seen] == ["anything else"]
+
+
+def test_a_late_second_signal_does_not_spoil_the_exit_code():
+    code = (
+        "import os, signal, time, localtrain.cli as cli\n"
+        "from localtrain.errors import Stopped\n"
+        "def stopped(*_):\n    raise Stopped('saved')\n"
+        "cli.app.invoke = stopped\n"
+        "code = cli.run(['backends'])\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(10)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 75 and "saved" in done.stderr

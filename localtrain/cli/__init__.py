@@ -7,6 +7,7 @@ in a run file is reported before jax is loaded. Results go to stdout, everything
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 
@@ -69,6 +70,9 @@ def run(arguments: list[str]) -> int:
     except click.exceptions.Exit as request:  # --help and --version
         return request.exit_code
     except LocaltrainError as error:
+        if isinstance(error, Stopped):  # the handlers are gone, and jax takes a while to leave
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: os._exit(Stopped.exit_code))
         return _report(str(error), error.exit_code, debug)
     except click.ClickException as error:
         return _report(_usage(error), 2, debug)
