@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from localtrain import api
 from localtrain.models import spec_from
 from localtrain.models.files import HubFiles
 
