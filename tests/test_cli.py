@@ -333,3 +333,24 @@ def test_a_signal_while_starting_is_exit_75(folder, number):
     process.send_signal(number)
     rest = process.stderr.read()
     assert process.wait(60) == 75 and "Traceback" not in rest
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
+@pytest.mark.parametrize(
+    ("command", "code", "part"),
+    [
+        ("config >&-", 0, ""),
+        ("config 2>&-", 0, ""),
+        ("train nope 2>&-", 2, ""),
+        pytest.param(
+            "config > /dev/full",
+            6,
+            "error: the output could not be written: the disk is full",
+            marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux"),
+        ),
+    ],
+)
+def test_a_closed_or_full_output_is_no_traceback(command, code, part):
+    line = f"{sys.executable} -m localtrain {command}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and done.stderr.strip() == part

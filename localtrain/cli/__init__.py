@@ -6,6 +6,7 @@ in a run file is reported before jax is loaded. Results go to stdout, everything
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ from localtrain.cli.hub import export, import_
 from localtrain.cli.models import models
 from localtrain.cli.show import backends, config
 from localtrain.cli.train import TASK_COMMANDS, train
-from localtrain.errors import LocaltrainError, Stopped
+from localtrain.errors import LocaltrainError, Stopped, StorageError
 
 BUG = (
     "this is a bug of localtrain, not of your run: please report it with the lines above and the "
@@ -53,6 +54,9 @@ for _command in (
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller: `localtrain ... 2>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -81,6 +85,12 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # `localtrain models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            traceback.print_exc()
+            return _report(BUG, 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it would fail once more
+        return _report("the output could not be written: the disk is full", StorageError.exit_code)
     except Exception:
         traceback.print_exc()
         return _report(BUG, 1)
