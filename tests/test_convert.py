@@ -694,6 +694,20 @@ def test_commands_end_with_a_table_or_with_json(tmp_path, capfd):
     assert facts["max_difference"] == 0 and len(facts["tokens"]) == 16
 
 
+@pytest.mark.slow
+def test_the_commands_of_the_documentation_run(tmp_path):
+    text = (ROOT / "docs" / "hub.md").read_text()
+    commands = text.split("<!-- runs: hub -->")[1].split("```sh\n")[1].split("```")[0]
+    assert "localtrain import" in commands and "model.init_from" in commands
+    program = f'localtrain() {{ {sys.executable} -m localtrain "$@"; }}\nset -e\n'
+    done = subprocess.run(
+        ["bash", "-c", program + commands], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("largest difference of logits: 0 ") == 3
+    assert_same_tensors(tmp_path / "small-hf", tmp_path / "small-again")
+
+
 # memory ----------------------------------------------------------------------------------------
 
 
