@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localtrain.checkpoint import Checkpoints, restore_params
+from localtrain.checkpoint import Checkpoints
 from localtrain.metrics import read_metrics
 
 STEPS, EVERY = 60, 5

@@ -1,7 +1,7 @@
 """Compiled programs kept between processes, so that the second start takes seconds less.
 
-jax's persistent cache does the work; its key covers the program, jaxlib's version, compiler flags and
-options, so a changed one never meets a stale program. What it does not cover is the CPU that a
+jax's persistent cache does the work; its key covers the program, jaxlib's version, compiler flags
+and options, so a changed one never meets a stale program. What it does not cover is the CPU that a
 program was compiled for: a home directory may be shared between machines, so the folder is named
 after jaxlib's version and the CPU's features.
 """

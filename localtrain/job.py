@@ -168,7 +168,7 @@ def describe(run: RunConfig, network: Network) -> dict[str, Any]:
         "optimizer_bytes": size["opt"],
         "gradient_bytes": 4 * spec.parameters(),
         "summary": (
-            f"{spec.parameters():,} parameters in {len(spec.layers)} layers; {tokens:,} tokens a "
+            f"{spec.parameters():,} parameters, layers: {len(spec.layers)}; {tokens:,} tokens a "
             f"step, {tokens * run.train.steps:,} in {run.train.steps} steps; "
             f"{flops * tokens:.3g} model FLOPs a step; memory before activations: parameters "
             f"{gigabytes(size['params'])}, optimizer {gigabytes(size['opt'])}, gradients "

@@ -50,6 +50,7 @@ class Result:
     end_loss: float | None = None
     eval_loss: float | None = None
     sample: str = ""
+    prompt: str = ""  # how the sample starts
     facts: dict[str, Any] = field(default_factory=dict)  # of a dry run
 
 
@@ -71,14 +72,20 @@ def train(
     run = load_run(run) if isinstance(run, str) else run
     if run.task not in TASKS:
         raise ConfigError(f"task: {run.task} is not in this version; it has {', '.join(TASKS)}.")
+    if out is not None and not str(out).strip():
+        raise ConfigError("--out is empty: name a run directory, or leave it out for runs/<name>.")
+    if run.data.tokenizer is None and run.model.init_from is None:  # one spelling in run.yaml
+        data = run.data.model_copy(update={"tokenizer": "byte"})
+        run = run.model_copy(update={"data": data})
     place, why = choose(backend)
     notes = place.prepare_environment(run, devices)
     start = find_start(run, out, override)
     network, tokenizer = make_network(run, start.hf, start.name, place), start.tokenizer
+    if not dry_run:
+        place.initialize()
+    run_mesh(run)  # before hours of tokenizing
     if dry_run:
         return Result(out or f"runs/{run.name}", facts=describe(run, network))
-    place.initialize()
-    run_mesh(run)  # before hours of tokenizing
     with StopSignal.install() as stop, RunDirectory.open(out, run, override) as home:
         stop.nothing_to_save(True)
         runtime.setup_logging(home.path)
@@ -86,7 +93,7 @@ def train(
         told = ["only the last evaluation and the sample are left"] if left else home.notes
         for line in (why, *notes, *told, *start.notes):
             log.info("%s", line)
-        if home.finished and not left:
+        if home.finished and not left and _intact(home) >= run.train.steps:
             return _result(home)
         log.info("%s", runtime.describe_host())
         home.write_model(start.hf)
@@ -136,6 +143,7 @@ def _train(
                 f"stopped by {stop.reason} at step {int(state['step'])} of {run.train.steps}; "
                 f"the checkpoint is saved. Start the same command again to go on."
             )
+        result.prompt = run.eval.prompt
         result.sample = sample_text(job, state["params"], tokenizer)
         metrics.text("sample", result.sample, run.train.steps)
         metrics.event("end", run.train.steps)
@@ -275,6 +283,11 @@ def _ended(home: RunDirectory, steps: int) -> bool:
     rows = read_metrics(home.path)
     ended = any(row.get("event") == "end" and row["step"] == steps for row in rows)
     return ended or home.step > steps
+
+
+def _intact(home: RunDirectory) -> int:
+    """The newest step whose checkpoint is whole; a damaged one is named and trained again."""
+    return home.checkpoints(1).read_meta()[0]
 
 
 def _result(home: RunDirectory) -> Result:

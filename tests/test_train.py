@@ -257,6 +257,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, straig
     assert [e["step"] for e in events(out) if e["event"] == "resume"] == [8]
 
 
+def test_a_finished_run_whose_last_checkpoint_is_damaged_trains_it_again(
+    folder, straight, tmp_path
+):
+    out = tmp_path / "again"
+    shutil.copytree(straight[0], out)
+    victim = max((out / "checkpoints" / "20").rglob("*"), key=lambda f: f.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-1])
+    assert victim.name in run(folder, out).stderr
+    assert_equal_runs(out, straight[0])
+
+
+def test_the_default_tokenizer_by_its_name_is_the_same_run(folder, straight):
+    assert "finished" in run(folder, straight[0], "data.tokenizer=byte").stderr
+
+
 def test_a_loss_that_is_not_finite_stops_with_4_and_keeps_the_last_good_state(folder, tmp_path):
     out = tmp_path / "nan"
     more = ["optim.lr=1e15", "optim.warmup=0", "optim.clip=0", "checkpoint.keep=2"]
@@ -360,6 +375,7 @@ def test_the_second_start_takes_programs_from_the_cache_and_a_changed_one_does_n
         (["train.step=3"], 2, ["train.step", "train.steps"]),
         (["model.path=/nowhere"], 2, ["/nowhere"]),
         (["mesh.fsdp=3"], 2, ["fsdp", "1 device"]),
+        (["mesh.fsdp=3", "--dry-run"], 2, ["fsdp", "1 device"]),
         (["data.tokenizer=/nowhere"], 3, ["/nowhere"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -104,7 +104,7 @@ def _summary(result: Result) -> str:
     lines += [
         "",
         "next:",
-        f"  localtrain generate {out} --prompt 'def '",
+        f"  localtrain generate {out} --prompt {shlex.quote(result.prompt or 'Once')}",
         f"  tensorboard --logdir {shlex.quote(os.path.join(result.out, 'tensorboard'))}",
         f"  the same command with train.steps={2 * result.step} goes on from here",
     ]
