@@ -20,6 +20,7 @@ def models(context: click.Context, as_json: bool) -> None:
     if context.invoked_subcommand is not None:
         return
     from localtrain.models import presets
+    from localtrain.models.describe import describe
 
     rows = [describe(name) for name in presets()]
     if as_json:
@@ -33,49 +34,17 @@ def models(context: click.Context, as_json: bool) -> None:
 @json_option
 def show(name: str, as_json: bool) -> None:
     """Sizes of a preset, or of a folder with a Hugging Face config.json."""
+    from localtrain.models.describe import describe
+
     row = describe(name)
     if as_json:
         return print_json(row)
     print_table(("what", "value"), [(key, _words(value)) for key, value in row.items()])
 
 
-def describe(name: str) -> dict[str, Any]:
-    """Sizes of a model, from its Hub config alone."""
-    from localtrain.models import read_hub_config, spec_from
-
-    hf = read_hub_config(name)
-    spec = spec_from(hf, name)
-    return {
-        "name": name,
-        "model_type": hf["model_type"],
-        "parameters": spec.parameters(),
-        "active_parameters": spec.active_parameters(),
-        "layers": len(spec.layers),
-        "dim": spec.dim,
-        "vocab": spec.vocab,
-        "tied": spec.tied,
-        "max_length": spec.max_length,
-        "stacks": [{"repeat": s.repeat, "layers": len(s.period)} for s in spec.stacks],
-        "mixers": _kinds(layer.mixer for layer in spec.layers),
-        "ffns": _kinds(layer.ffn for layer in spec.layers),
-        "cache_bytes_per_token": spec.cache_bytes_per_token(),
-        "train_bytes": train_bytes(spec.parameters()),
-    }
-
-
-def train_bytes(parameters: int) -> int:
-    """Parameters, gradients and two AdamW moments, all float32, without activations."""
-    return 16 * parameters
-
-
-def _kinds(parts: Any) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for part in parts:
-        counts[str(part)] = counts.get(str(part), 0) + 1
-    return counts
-
-
 def _words(value: Any) -> str:
+    if isinstance(value, dict) and any(isinstance(count, float) for count in value.values()):
+        return "; ".join(f"{number:.4g} at length {length}" for length, number in value.items())
     if isinstance(value, dict):
         return "; ".join(f"{count} x {kind}" for kind, count in value.items())
     if isinstance(value, list):
