@@ -374,7 +374,7 @@ def test_a_run_may_be_read_while_it_is_training(tmp_path):
 
     def train() -> None:
         step = 0
-        while not stop.is_set():
+        while not stop.wait(0.5):  # without a pause the reader may lose every race
             step += 1
             checkpoints.save(step, {"params": model.params}, {}, block=True)
 
