@@ -32,7 +32,6 @@ class StepLog:
     def __init__(self, job: Job, metrics: MetricsWriter, progress: Progress, trained: int):
         self.job, self.metrics, self.progress = job, metrics, progress
         self.trained = trained
-        self.save_block_s = 0.0
         self._evaluated = {
             row["step"] for row in read_metrics(metrics.path.parent) if "eval_loss" in row
         }

@@ -194,7 +194,7 @@ def _loop(
             "model": home.model,
             "stacks": [[len(stack.period), stack.repeat] for stack in job.network.stacks],
         }
-        desk.save_block_s += checkpoints.save(step, state, meta, block)
+        checkpoints.save(step, state, meta, block)
 
     def evaluate_if_due(state: Tree, step: int) -> None:
         every = run.eval.every
