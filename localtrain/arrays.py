@@ -1,4 +1,4 @@
-"""Trees of arrays to and from a folder, through Orbax.
+"""Trees of arrays to and from a folder: written by Orbax, read with tensorstore.
 
 Every leaf has a name, its path in the tree joined by "/". What is written is host memory, so the
 files know no device. What is read is placed straight onto the template's shardings.
@@ -7,6 +7,7 @@ files know no device. What is read is placed straight onto the template's shardi
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ import numpy as np
 from localtrain.errors import DataError
 
 Contents = dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape)
+Part = tuple[tuple[int, int], ...]  # (start, stop) by dimension
+_IN_FLIGHT = 1 << 30  # bytes of host memory that a restore may read ahead
 _SHOWN = 8  # names listed in an error
 
 
@@ -113,34 +116,79 @@ def _writers() -> Any:
 
 
 def read(folder: Path, contents: Contents, template: Any) -> Any:
-    """Read the template's leaves from a folder (checked before with `compare`)."""
-    import orbax.checkpoint as ocp
-    from etils import epath
+    """Read the template's leaves from a folder (checked before with `compare`).
+
+    Straight through tensorstore: Orbax starts every read at once and, when one fails, closes its
+    event loop under the others, each of which then complains on stderr at some later moment
+    (measured with Orbax 0.12). Each device's part is read for itself, at most `_IN_FLIGHT` bytes
+    ahead of the device.
+    """
+    import tensorstore as ts
 
     wanted = name_leaves(template)
-    solid = {name: leaf for name, leaf in wanted.items() if np.prod(leaf.shape)}
+    solid = {name: leaf for name, leaf in wanted.items() if math.prod(leaf.shape)}
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})  # Orbax's own value
     restored: dict[str, Any] = {}
-    if solid:
-        args = ocp.args.PyTreeRestore(
-            item=_nest(solid),
-            restore_args=_nest({name: _restore_args(leaf) for name, leaf in solid.items()}),
-            partial_restore=len(solid) < len(contents),
-        )
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
-        try:
-            restored = name_leaves(handler.restore(epath.Path(folder), args=args))
-        except (RuntimeError, MemoryError):  # out of memory, not the file's fault
-            raise
-        except Exception as error:  # tensorstore raises plain Exception
-            raise DataError(
-                f"{folder} passed its checksums but cannot be read: {type(error).__name__}: "
-                f"{' '.join(str(error)[:300].split())}. It may come from another version of Orbax "
-                f"(meta.json says which)."
-            ) from error
-        finally:
-            handler.close()
+    reading: deque[tuple[str, dict[Part, Any]]] = deque()
+    ahead, last = 0, next(reversed(solid), None)
+    try:
+        stores = {name: ts.open(_where(folder, name), open=True, context=context) for name in solid}
+        for name, leaf in solid.items():
+            store = ts.cast(stores.pop(name).result(), np.dtype(leaf.dtype).name)
+            if store.shape != tuple(leaf.shape):
+                raise ValueError(f"{name} has shape {store.shape}, meta.json says {leaf.shape}")
+            parts = {part: store[_slices(part)] for part in _parts(leaf)}
+            ahead += sum(part.size for part in parts.values()) * leaf.dtype.itemsize
+            reading.append((name, {part: view.read() for part, view in parts.items()}))
+            while reading and (ahead > _IN_FLIGHT or name == last):
+                done, futures = reading.popleft()
+                values = {part: future.result() for part, future in futures.items()}
+                ahead -= sum(value.nbytes for value in values.values())
+                restored[done] = _assemble(solid[done], values)
+    except (RuntimeError, MemoryError):  # out of memory, not the file's fault
+        raise
+    except Exception as error:  # tensorstore raises plain Exception
+        raise DataError(
+            f"{folder} passed its checksums but cannot be read: {type(error).__name__}: "
+            f"{' '.join(str(error)[:300].split())}. It may come from another version of Orbax "
+            f"(meta.json says which), or be deleted at this moment."
+        ) from error
     leaves = [restored[name] if name in restored else _empty(leaf) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def _where(folder: Path, name: str) -> dict[str, Any]:
+    """Where Orbax puts a leaf: a zarr array in the folder's OCDBT database, its path dotted."""
+    base = {"driver": "file", "path": f"{folder}/"}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+    return {"driver": "zarr", "kvstore": kvstore, "recheck_cached_data": False}
+
+
+def _parts(leaf: Any) -> list[Part]:
+    """The distinct parts of a leaf that this process needs; the whole of a numpy leaf."""
+    shape = tuple(leaf.shape)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return [tuple((0, size) for size in shape)]
+    found = _sharding(leaf).addressable_devices_indices_map(shape).values()
+    return list(dict.fromkeys(_part(index, shape) for index in found))
+
+
+def _part(index: tuple[slice, ...], shape: tuple[int, ...]) -> Part:
+    return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
+
+
+def _slices(part: Part) -> tuple[slice, ...]:
+    return tuple(slice(*bounds) for bounds in part)
+
+
+def _assemble(leaf: Any, values: dict[Part, np.ndarray]) -> Any:
+    """Host parts to an array on the leaf's devices, or to the numpy array that they are."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return next(iter(values.values()))
+    shape = tuple(leaf.shape)
+    return jax.make_array_from_callback(
+        shape, _sharding(leaf), lambda index: values[_part(index, shape)], dtype=leaf.dtype
+    )
 
 
 def compare(contents: Contents, template: Any, folder: Path, partial: bool, cast: bool) -> None:
@@ -194,16 +242,6 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding:
     if not isinstance(device, jax.Device):
         device = jax.local_devices()[0]
     return jax.sharding.SingleDeviceSharding(device)
-
-
-def _restore_args(leaf: Any) -> Any:
-    import orbax.checkpoint as ocp
-
-    if isinstance(leaf, np.ndarray | np.generic):
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
-    return ocp.ArrayRestoreArgs(
-        sharding=_sharding(leaf), global_shape=tuple(leaf.shape), dtype=leaf.dtype
-    )
 
 
 def _empty(leaf: Any) -> Any:

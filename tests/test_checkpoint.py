@@ -329,7 +329,7 @@ def test_no_pickle_is_ever_read(saved, tmp_path):
         with pytest.raises(DataError):
             saved.restore(3, template(make_state()))
         path.write_bytes(intact)
-    for name in ("meta.json", "_METADATA", "manifest.ocdbt"):  # even with a valid record
+    for name in ("meta.json", "manifest.ocdbt"):  # even with a valid record
         copy = saved.folder / "4"
         shutil.copytree(saved.folder / "3", copy)
         (copy / name).write_bytes(bomb)
