@@ -24,7 +24,7 @@ DISTRIBUTIONS = {
     "google_crc32c": "google-crc32c",
 }
 # imported, but only ever together with what brings it: jax, orbax-checkpoint, tokenizers, an extra
-BROUGHT = {"ml_dtypes", "etils", "absl", "pyarrow", "huggingface_hub"}
+BROUGHT = {"ml_dtypes", "etils", "absl", "tensorstore", "pyarrow", "huggingface_hub"}
 # loaded by name through fsspec or an entry point, never imported by us
 CLOUDS = ("google-cloud", "gcsfs", "s3fs", "boto", "aws", "azure", "adlfs")
 HEAVY = ("torch", "tensorflow", "datasets", "transformers", "grpcio", "pandas")

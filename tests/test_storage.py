@@ -110,14 +110,14 @@ def test_a_write_below_a_file_is_a_storage_error_that_names_the_path(tmp_path):
 
 
 def test_a_missing_client_names_the_extra_and_an_unknown_protocol_is_named(monkeypatch):
-    import fsspec.core
+    import fsspec
 
-    def missing(path):
+    def missing(protocol):
         raise ImportError("Please install gcsfs")
 
     with pytest.raises(StorageError, match="unknown protocol nosuch://"):
         storage.exists("nosuch://x/y")
-    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(StorageError, match=r"pip install 'localtrain\[gcs\]'"):
         storage.exists("gs://b/x")
 

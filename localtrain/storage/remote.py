@@ -1,0 +1,254 @@
+"""Files behind a URL, through fsspec. Every request goes through `call`."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any, TypeVar
+
+from localtrain.errors import LocaltrainError, StorageError
+from localtrain.storage import retry
+from localtrain.storage.clients import OBJECT_STORES, open_client, protocol_of, refusal_advice
+
+R = TypeVar("R")
+
+AT_ONCE = 8  # requests in parallel; a small emulator refuses more than a few
+READ_AHEAD = 8 << 20  # bytes that a sequential reader asks for at a time
+
+
+def call(action: str, path: str, work: Callable[[Any, str], R]) -> R:
+    """Run `work(filesystem, key)`: the one place for retries of remote storage.
+
+    FileNotFoundError and FileExistsError are for the caller; all else ends as StorageError.
+    """
+    try:
+        return retry.persist(f"{action} {path}", lambda: work(*open_client(path)))
+    except (FileNotFoundError, FileExistsError, LocaltrainError):
+        raise
+    except Exception as error:  # every client has its own exception classes
+        raise storage_failure(action, path, error) from error
+
+
+def storage_failure(action: str, path: str, error: Exception) -> StorageError:
+    """The StorageError of a request that failed for good."""
+    tried = getattr(error, "attempts", 1)
+    spent = f" ({tried} attempts in {error.waited:.0f} s)" if tried > 1 else ""
+    text = f"could not {action} {path}: {retry.reason(error).rstrip('.')}{spent}."
+    return StorageError(text + refusal_advice(path, error))
+
+
+def stamp_of(entry: dict) -> str:
+    """What changes with the content of an object."""
+    names = ("etag", "ETag", "md5Hash", "checksum", "sha256", "mtime", "updated", "LastModified")
+    return next((str(entry[name]) for name in names if entry.get(name)), "")
+
+
+def find(pattern: str) -> list[tuple[str, dict]]:
+    """(URL, entry) of what matches a glob, or of all files below a folder."""
+
+    def look(filesystem: Any, key: str) -> list[tuple[str, dict]]:
+        if any(mark in key for mark in "*?[") and not (
+            protocol.startswith("http") and "*" not in key
+        ):
+            found = filesystem.glob(key, detail=True)
+        elif filesystem.isfile(key):
+            return [(pattern, filesystem.info(key))]
+        else:
+            found = filesystem.find(key, detail=True)
+        return [
+            # memory:// names begin with "/", object stores name bucket/key, http gives whole URLs
+            (name if "://" in name else f"{protocol}://{name.lstrip('/')}", entry)
+            for name, entry in found.items()
+            if entry.get("type", "file") == "file"
+        ]
+
+    protocol = pattern[: pattern.index("://")]
+    return call("list", pattern, look)
+
+
+def find_below(folder: str) -> dict[str, int]:
+    """Relative name -> size of every object below a folder; one listing, never a stale one."""
+
+    def look(filesystem: Any, key: str) -> dict[str, int]:
+        filesystem.invalidate_cache()
+        found = filesystem.find(key, detail=True)
+        top = key.rstrip("/") + "/"
+        return {
+            name[len(top) :]: int(entry.get("size") or 0)
+            for name, entry in found.items()
+            if name.startswith(top) and entry.get("type", "file") == "file"
+        }
+
+    try:
+        return call("list", folder, look)
+    except FileNotFoundError:
+        return {}
+
+
+def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Many ranges of one file at the same time; what comes short is asked for again."""
+
+    def read(filesystem: Any, key: str) -> list[bytes]:
+        starts, ends = [r[0] for r in ranges], [r[1] for r in ranges]
+        blobs = filesystem.cat_ranges([key] * len(ranges), starts, ends, on_error="raise")
+        for (start, end), blob in zip(ranges, blobs, strict=True):
+            if len(blob) != end - start:
+                raise retry.ShortRead(f"{len(blob)} of {end - start} bytes came")
+        return [bytes(blob) for blob in blobs]
+
+    return call("read", path, read)
+
+
+def open_file(path: str, mode: str) -> IO:
+    """A file object; reading goes by ranges, each of which is tried again for itself."""
+    if "r" not in mode:
+        return call("open", path, lambda filesystem, key: filesystem.open(key, mode))
+    entry = call("open", path, lambda filesystem, key: filesystem.info(key))
+    if entry.get("type") == "directory":
+        raise FileNotFoundError(path)
+    if entry.get("size") is None:  # a web server that does not say
+        return call("open", path, lambda filesystem, key: filesystem.open(key, mode))
+    file = io.BufferedReader(_Ranges(path, int(entry["size"])), READ_AHEAD)
+    return file if "b" in mode else io.TextIOWrapper(file, encoding="utf-8")
+
+
+class _Ranges(io.RawIOBase):
+    """A remote file of known size as a raw stream."""
+
+    def __init__(self, path: str, size: int):
+        self._path, self._size, self._at = path, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._size)
+        if end <= self._at:
+            return 0
+        data = read_ranges(self._path, [(self._at, end)])[0]
+        buffer[: len(data)] = data
+        self._at = end
+        return len(data)
+
+
+def write(path: str, data: bytes, create: bool = False) -> None:
+    """One upload of bytes. With `create`, FileExistsError where there is an object already."""
+
+    def put(filesystem: Any, key: str) -> None:
+        _make_parent(filesystem, path, key)
+        if create:
+            filesystem.pipe_file(key, data, mode="create")
+        else:
+            filesystem.pipe_file(key, data)
+
+    _upload("create" if create else "write", path, put)
+
+
+def write_pieces(path: str, pieces: Iterable[bytes]) -> None:
+    """An upload of what comes in pieces: through a local file, so that it can be repeated."""
+    with tempfile.TemporaryDirectory(prefix="localtrain-") as folder:
+        local = os.path.join(folder, "whole")
+        with open(local, "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+        upload(local, path)
+
+
+def upload(local: str, path: str) -> None:
+    """A local file to a URL, whole or not at all."""
+
+    def put(filesystem: Any, key: str) -> None:
+        _make_parent(filesystem, path, key)
+        filesystem.put_file(local, key)
+
+    _upload("write", path, put)
+
+
+def upload_all(files: dict[str, str]) -> None:
+    """Local files to URLs, some at a time. The first failure is raised, when all have ended."""
+    _in_parallel(lambda pair: upload(*pair), files.items())
+
+
+def download(path: str, local: str, size: int | None = None) -> None:
+    """A URL to a local file; one that comes short is fetched again."""
+
+    def get(filesystem: Any, key: str) -> None:
+        filesystem.get_file(key, local)
+        have = os.path.getsize(local)
+        if size is not None and have < size:
+            raise retry.ShortRead(f"{have} of {size} bytes came")
+
+    call("read", path, get)
+
+
+def download_all(files: dict[str, tuple[str, int]]) -> None:
+    """URLs to local files of known size, some at a time."""
+    _in_parallel(lambda item: download(item[0], *item[1]), files.items())
+
+
+def remove_all(paths: Iterable[str]) -> None:
+    """Remove objects; those that are gone already are fine."""
+
+    def remove(path: str) -> None:
+        try:
+            call("remove", path, lambda filesystem, key: filesystem.rm_file(key))
+        except FileNotFoundError:
+            return
+
+    _in_parallel(remove, paths)
+
+
+def make_dirs(path: str) -> None:
+    """A folder, where the store has such a thing."""
+    if protocol_of(path) not in OBJECT_STORES:
+        call("create", path, lambda filesystem, key: filesystem.makedirs(key, exist_ok=True))
+
+
+def remove_tree(path: str) -> None:
+    """Remove a file or all below a folder, if there is any."""
+
+    def remove(filesystem: Any, key: str) -> None:
+        filesystem.invalidate_cache()
+        if filesystem.exists(key):
+            filesystem.rm(key, recursive=True)
+
+    try:
+        call("remove", path, remove)
+    except FileNotFoundError:
+        return
+
+
+def _in_parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in [pool.submit(work, item) for item in items]:
+            done.result()
+
+
+def _make_parent(filesystem: Any, path: str, key: str) -> None:
+    """Object stores have no folders, and s3fs would make a bucket of a mistyped name."""
+    if protocol_of(path) not in OBJECT_STORES:
+        filesystem.makedirs(key.rsplit("/", 1)[0], exist_ok=True)
+
+
+def _upload(action: str, path: str, put: Callable[[Any, str], None]) -> None:
+    try:
+        call(action, path, put)
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"could not {action} {path}: there is no such bucket or folder. Check its name, or "
+            f"make it first."
+        ) from error
