@@ -177,7 +177,7 @@ class _InnerRetries(logging.Handler):
             import sys
 
             error = sys.exc_info()[1] or Exception(text)
-            retry.count("request", error)
+            retry.count(error)
             retry.log.warning("storage: %s; gcsfs tries again", retry.reason(error))
 
 

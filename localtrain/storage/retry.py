@@ -73,20 +73,17 @@ def chain(error: BaseException | None) -> list[BaseException]:
 
 def is_passing(error: BaseException) -> bool:
     """Whether trying again may help. A refusal (4xx) and a mistake of ours never pass."""
-    links = chain(error)
-    for link in links:
-        if (status := status_of(link)) is not None:
-            return status in _PASSING
     if isinstance(error, PermissionError | FileNotFoundError | FileExistsError):
         return False
-    for link in links:
-        if isinstance(link, TimeoutError | ConnectionError) or (
-            isinstance(link, OSError) and link.errno in _ERRNOS
-        ):
+    links = chain(error)
+    for link in links:  # before the status: aiohttp gives a body that was cut the code 400
+        named = any(name in type(link).__name__ for name in _NAMES)
+        if named or isinstance(link, TimeoutError | ConnectionError):
             return True
-        if any(name in type(link).__name__ for name in _NAMES):
-            return True
-    return False
+    statuses = [status for link in links if (status := status_of(link)) is not None]
+    if statuses:  # before the errno: s3fs has EIO for whatever it does not know
+        return statuses[0] in _PASSING
+    return any(isinstance(link, OSError) and link.errno in _ERRNOS for link in links)
 
 
 def reason(error: BaseException) -> str:
@@ -97,9 +94,9 @@ def reason(error: BaseException) -> str:
     return line if status is None or str(status) in line else f"{line} (HTTP {status})"
 
 
-def count(what: str, error: BaseException) -> None:
+def count(error: BaseException) -> None:
     """One request was repeated."""
-    status = next((s for s in map(status_of, chain(error)) if s is not None), None)
+    status = next((s for s in map(status_of, chain(error)) if s in _PASSING), None)
     with _lock:
         _counts[str(status) if status else type(chain(error)[-1]).__name__] += 1
 
@@ -126,7 +123,7 @@ def persist(what: str, call: Callable[[], R]) -> R:
                 error.waited = time.monotonic() - began  # type: ignore[attr-defined]
                 raise
             pause = random.uniform(0, min(CAP_S, BASE_S * 2 ** (attempt - 1)))
-            count(what, error)
+            count(error)
             log.warning(
                 "storage: could not %s: %s; trying again in %.1f s (%d of %d)",
                 *(what, reason(error), pause, attempt, ATTEMPTS - 1),
