@@ -107,9 +107,10 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | os.PathLike) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl; a last line torn by a kill is left out."""
+    """Rows of a run's metrics.jsonl (a path or URL); what is not a row, such as a last line torn by
+    a kill, is left out."""
     try:
-        raw = (Path(run_dir) / METRICS).read_bytes()
+        raw = storage.read_bytes(storage.join(run_dir, METRICS))
     except FileNotFoundError:
         return []
     return [row for _, row in _parse(raw) if row is not None]

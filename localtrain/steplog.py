@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,13 @@ class StepLog:
     def has_eval(self, step: int) -> bool:
         return step in self._evaluated
 
-    def eval_row(self, step: int, outcome: tuple[float, int] | None) -> None:
+    def eval_row(self, step: int, evaluate: Callable[[], tuple[float, int] | None]) -> None:
+        """Evaluate and log (mean loss, trained tokens), and the time it took; None: stopped."""
+        began = time.monotonic()
+        outcome = evaluate()
         if outcome is None:
             return
+        self.metrics.event("eval", step, seconds=round(time.monotonic() - began, 3))
         row = {"step": step, "eval_loss": outcome[0], "eval_tokens": outcome[1]}
         self._evaluated.add(step)
         self.metrics.log(row)

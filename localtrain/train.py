@@ -24,13 +24,13 @@ from localtrain.data.fingerprint import explain_difference
 from localtrain.data.loader import Corpus, Prefetcher, prepare
 from localtrain.data.tokenizer import Tokenizer
 from localtrain.errors import ConfigError, DataError, NonFiniteError, Stopped
-from localtrain.generate import generate
 from localtrain.job import Job, compile_job, describe, make_network, run_mesh
 from localtrain.metrics import MetricsWriter, read_metrics
 from localtrain.oom import memory_advice
 from localtrain.progress import Progress, show_stages
 from localtrain.rundir import RunDirectory
 from localtrain.runtime import StopSignal
+from localtrain.samples import Sampler, code_block, sample_rows
 from localtrain.source import Source
 from localtrain.steplog import Profiler, StepLog
 from localtrain.warmstart import find_start
@@ -69,6 +69,7 @@ def train(
     one). out: run directory (None: runs/<name>). Raises the errors of `localtrain.errors`;
     Stopped (75) when a signal ended it after saving.
     """
+    began = time.time()
     run = load_run(run) if isinstance(run, str) else run
     if run.task not in TASKS:
         raise ConfigError(f"task: {run.task} is not in this version; it has {', '.join(TASKS)}.")
@@ -95,11 +96,14 @@ def train(
             log.info("%s", line)
         if home.finished and not left and _intact(home) >= run.train.steps:
             return _result(home)
-        log.info("%s", runtime.describe_host())
+        facts = runtime.host_facts() | {"began": began}
+        log.info("%s", runtime.describe_host(facts))
         home.write_model(start.hf)
         start.keep(str(home.path))
         cache = run.data.cache or str(home.path / "data")
+        clock = time.monotonic()
         corpus = prepare(run, tokenizer, cache, progress=show_stages(), stop=stop.event)
+        facts["data_s"] = time.monotonic() - clock
         for line in corpus.report():
             log.info("%s", line)
         log.info("compiling %s", describe(run, network)["summary"])
@@ -107,7 +111,7 @@ def train(
         cached = f" ({job.from_cache} of 3 programs from the cache)" if job.from_cache else ""
         log.info("compiled in %.1f s%s", job.compile_s, cached)
         with memory_advice(run, job.memory):
-            return _train(job, corpus, tokenizer, start.source, home, stop, override)
+            return _train(job, corpus, tokenizer, start.source, home, stop, override, facts)
 
 
 def _train(
@@ -118,8 +122,9 @@ def _train(
     home: RunDirectory,
     stop: StopSignal,
     override: bool,
+    facts: dict[str, Any],
 ) -> Result:
-    """Restore or initialise, run the loop, sum up."""
+    """Restore or initialise, run the loop, sum up. `facts`: of this start, for the record."""
     run = job.run
     checkpoints = home.checkpoints(run.checkpoint.keep)
     state, trained = _start(job, corpus, checkpoints, source, override)
@@ -131,21 +136,22 @@ def _train(
             corpus.train, run.train.batch_size, first, run.data.prefetch, stop.event, job.place
         ) as feed,
     ):
-        metrics.text("run", f"```yaml\n{run.to_yaml()}```")
+        sizes = {"parameters": job.network.spec.parameters(), "compile_s": job.compile_s}
+        metrics.event("start", first, **facts, **sizes)
+        metrics.text("run", code_block(run.to_yaml()), first)
         desk = StepLog(job, metrics, progress, trained)
+        sampler = Sampler(job, tokenizer, corpus, metrics, stop)
         try:
-            state = _loop(job, state, feed, corpus, checkpoints, desk, stop, home)
+            state = _loop(job, state, feed, corpus, checkpoints, desk, sampler, stop, home)
         finally:
             checkpoints.close()
         result = _result(home)
         if stop.requested:
+            metrics.event("stop", int(state["step"]), reason=str(stop.reason))
             raise Stopped(
                 f"stopped by {stop.reason} at step {int(state['step'])} of {run.train.steps}; "
                 f"the checkpoint is saved. Start the same command again to go on."
             )
-        result.prompt = run.eval.prompt
-        result.sample = sample_text(job, state["params"], tokenizer)
-        metrics.text("sample", result.sample, run.train.steps)
         metrics.event("end", run.train.steps)
     return result
 
@@ -175,6 +181,7 @@ def _loop(
     corpus: Corpus,
     checkpoints: Checkpoints,
     desk: StepLog,
+    sampler: Sampler,
     stop: StopSignal,
     home: RunDirectory,
 ) -> Tree:
@@ -194,13 +201,16 @@ def _loop(
             "model": home.model,
             "stacks": [[len(stack.period), stack.repeat] for stack in job.network.stacks],
         }
-        checkpoints.save(step, state, meta, block)
+        seconds = checkpoints.save(step, state, meta, block)
+        desk.metrics.event("save", step, seconds=round(seconds, 3))
 
     def evaluate_if_due(state: Tree, step: int) -> None:
         every = run.eval.every
         due = step == run.train.steps or (every and step % every == 0)
         if due and corpus.eval.rows and not desk.has_eval(step):
-            desk.eval_row(step, evaluate(job, state["params"], corpus, stop))
+            desk.eval_row(step, lambda: evaluate(job, state["params"], corpus, stop))
+        if due:
+            sampler.write(state["params"], step)
 
     if step:
         evaluate_if_due(state, step)  # a stop may have come between the step and its evaluation
@@ -233,9 +243,10 @@ def _loop(
                     saved, saved_at = step, time.monotonic()
                 desk.resume_clock()
         desk.read()
-    except NonFiniteError:
+    except NonFiniteError as error:
         # The bad update was not applied and nothing after it was: this is the last good state.
         good = int(state["step"])
+        desk.metrics.event("non_finite", good, reason=str(error))
         if good > saved:
             save(state, good, block=True)
         raise
@@ -260,24 +271,6 @@ def evaluate(job: Job, params: Tree, corpus: Corpus, stop: StopSignal) -> tuple[
     return float(nll / max(tokens, 1)), int(tokens)
 
 
-def sample_text(job: Job, params: Tree, tokenizer: Tokenizer, tokens: int = 200) -> str:
-    """A short continuation of `eval.prompt`, from a fixed seed."""
-    prompt = list(tokenizer.encode(job.run.eval.prompt))
-    if tokenizer.bos_id is not None:
-        prompt.insert(0, tokenizer.bos_id)
-    stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    ids = generate(
-        job.network,
-        params,
-        np.array([prompt or [stops[0]]], np.int32),
-        max_new_tokens=tokens,
-        temperature=0.8,
-        stop_ids=stops,
-        seed=job.run.seed,
-    )[0]
-    return job.run.eval.prompt + tokenizer.decode([int(i) for i in ids if i not in stops])
-
-
 def _ended(home: RunDirectory, steps: int) -> bool:
     """Whether the last evaluation and the sample were done too; a stop may have come before."""
     rows = read_metrics(home.path)
@@ -295,10 +288,14 @@ def _result(home: RunDirectory) -> Result:
     rows = read_metrics(home.path)
     losses = [row for row in rows if "loss" in row]
     evals = [row for row in rows if "eval_loss" in row]
+    samples = sample_rows(rows)
+    last = next((row for row in samples if row["step"] == samples[-1]["step"]), None)
     return Result(
         out=str(home.path),
         step=losses[-1]["step"] if losses else home.step,
         start_loss=losses[0]["loss"] if losses else None,
         end_loss=losses[-1]["loss"] if losses else None,
         eval_loss=evals[-1]["eval_loss"] if evals else None,
+        sample=last["prompt"] + last["text"] if last else "",
+        prompt=last["prompt"] if last else "",
     )

@@ -33,12 +33,16 @@ ALLOWED = {
     "metrics": BELOW | {"eventfile", "progress"},
     "eventfile": BASE,
     "progress": BASE,
+    "report": BASE | {"lock", "metrics", "models", "progress"},
     "steps": BELOW | {"nn", "losses", "optim"},
     "arrays": BELOW,
     "commit": BELOW,
-    "restore": BELOW | {"arrays", "commit"},
-    "checkpoint": BELOW | {"arrays", "commit", "restore"},
     "lock": BASE,
+    "stage": BASE | {"lock"},
+    "shelf": BELOW | {"commit", "remote_shelf"},
+    "remote_shelf": BELOW | {"commit", "shelf", "stage"},
+    "restore": BELOW | {"arrays", "commit", "shelf"},
+    "checkpoint": BELOW | {"arrays", "commit", "restore"},
     "rundir": BELOW | {"lock", "checkpoint", "commit", "metrics"},
 }
 TOP = {
@@ -49,6 +53,7 @@ TOP = {
     "train",
     "job",
     "steplog",
+    "samples",
     "decode",
     "generate",
     "complete",
@@ -59,7 +64,17 @@ TOP = {
     "plan",
     "doctor",
 }
-WITHOUT_JAX = ("errors", "config", "storage", "backend", "models", "data", "lock", "doctor")
+WITHOUT_JAX = (
+    "errors",
+    "config",
+    "storage",
+    "backend",
+    "models",
+    "data",
+    "lock",
+    "report",
+    "doctor",
+)
 LIGHT = ("errors", "config", "storage", "backend")
 
 

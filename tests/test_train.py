@@ -242,7 +242,8 @@ def test_keep_bounds_the_checkpoints_and_extending_goes_on(folder, tmp_path):
     done = run(folder, out, "train.steps=9", "checkpoint.every=2", "checkpoint.keep=2")
     assert "resuming" in done.stderr
     assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, 10))
-    assert [(e["event"], e["step"]) for e in events(out)] == [("end", 6), ("resume", 6), ("end", 9)]
+    marks = [(e["event"], e["step"]) for e in events(out) if e["event"] in ("resume", "end")]
+    assert marks == [("end", 6), ("resume", 6), ("end", 9)]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, straight, tmp_path):
@@ -423,7 +424,7 @@ def test_a_run_directory_that_goes_away_ends_the_run_loudly(folder, tmp_path, wh
         (tmp_path / "moved").rename(out)
         step = Checkpoints(out / "checkpoints").latest()
         run(folder, out, f"train.steps={step + 1}")
-        assert events(out)[0]["step"] == step
+        assert [e["step"] for e in events(out) if e["event"] == "resume"] == [step]
 
 
 def test_what_a_failed_save_leaves_behind_is_not_printed(monkeypatch):

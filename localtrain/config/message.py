@@ -89,7 +89,7 @@ def type_name(annotation: Any) -> str:
     if origin is tuple and arguments[-1] is not Ellipsis:
         return f"list of {len(arguments)} {type_name(arguments[0])}s"
     if origin is tuple:
-        return "list of sources"
+        return f"list of {'source' if arguments[0] is Source else type_name(arguments[0])}s"
     return "null" if annotation is type(None) else _TYPES.get(annotation, "section")
 
 

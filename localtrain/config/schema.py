@@ -62,6 +62,7 @@ def _listed(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(_number), Field(le=2**31 - 1)]  # fits int32 on devices
 Number = Annotated[float, BeforeValidator(_number), Field(le=1e15)]  # far from what float32 holds
 Text = Annotated[StrictStr, AfterValidator(_unicode)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_listed)]
 
 
 class Section(BaseModel):
@@ -230,7 +231,12 @@ class EvalConfig(Section):
     batches: Integer | None = Field(
         20, ge=1, description="batches per evaluation; null = every held-out row"
     )
-    prompt: Text = Field("", description="how the sample text at the end of the run starts")
+    prompt: Texts = Field(
+        (),
+        description="how the sample texts of each evaluation start: a text or a list of these; "
+        "[] = as some held-out documents do",
+    )
+    sample_length: Integer = Field(100, ge=0, description="tokens of a sample text; 0 = no samples")
 
 
 class CheckpointConfig(Section):
