@@ -114,8 +114,10 @@ def time_use(rows: list[Row]) -> list[dict[str, Any]]:
     wall, began, last = 0.0, None, None
     for row in rows:
         event = row.get("event")
-        if event == "start":
+        if event in ("resume", "start"):  # the attempt before ended at its last row
             wall += last - began if began is not None else 0.0
+            began = None
+        if event == "start":
             began = number(row.get("began"))
             spent["data"] += number(row.get("data_s")) or 0.0
             spent["compile"] += number(row.get("compile_s")) or 0.0

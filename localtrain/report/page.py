@@ -9,7 +9,6 @@ from importlib import resources
 from typing import Any
 
 from jinja2 import Environment
-from markupsafe import Markup
 
 from localtrain.progress import duration, quantity
 from localtrain.report.curves import FRAME, Curve, chart, smooth
@@ -78,7 +77,7 @@ def charts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if picture or lost:
             legend = curves if len(curves) > 1 else []
             entry = {"title": title, "unit": unit, "legend": legend, "lost": lost}
-            found.append({**entry, "svg": Markup(picture)})
+            found.append({**entry, "svg": picture})
     return found
 
 
