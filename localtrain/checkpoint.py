@@ -1,9 +1,10 @@
 """Checkpoints: written in the background, believed only when complete, checked before use.
 
 A save copies the arrays to host memory (the only part that blocks), then a thread lets Orbax
-write them into `tmp-<step>-<token>/`, adds `meta.json`, records size and crc32c of every file in
-`commit.json`, and renames the folder to `<step>/`. That rename is the commit: a kill at any moment
-leaves either the whole checkpoint or a tmp folder that the next writer sweeps away.
+write them into a new local folder, adds `meta.json`, and records size and crc32c of every file in
+`commit.json`. The commit is one act: locally the rename of that folder to `<step>/`, behind a URL
+the upload of `commit.json` after all else (localtrain/remote_shelf.py). A kill at any moment leaves
+either the whole checkpoint or a leftover that nobody believes and the next writer sweeps away.
 
 Arrays are written from host memory, so no device name is stored: a checkpoint opens on any
 platform, and onto whatever shardings the template carries. Nothing here reads a pickle.
@@ -14,9 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -34,7 +33,6 @@ __all__ = ["CheckpointReader", "Checkpoints", "find_checkpoint", "restore_params
 
 log = logging.getLogger(__name__)
 
-_TMP = re.compile(r"tmp-\d+-[0-9a-f]{16}")
 _RETRY_AFTER_S = 1.0
 
 
@@ -43,7 +41,7 @@ class Checkpoints(CheckpointReader):
 
     One writer at a time (the lock of the run directory sees to it); any number of readers.
     `token` marks this writer's files: 16 hex digits, made up when not given. `guard` is called
-    before each write and raises when the folder is no longer this writer's.
+    before each write and each commit, and raises when the folder is no longer this writer's.
     """
 
     def __init__(
@@ -55,11 +53,12 @@ class Checkpoints(CheckpointReader):
     ):
         super().__init__(folder)
         self.keep = keep
-        self.guard = guard
+        self.guard = guard or (lambda: None)
         self.token = token or secrets.token_hex(8)
         self._thread: threading.Thread | None = None
-        self._failure: StorageError | None = None
+        self._failure: LocaltrainError | None = None
         self._swept = False
+        self._known: list[int] | None = None  # the steps committed so far, once that is known
 
     def save(self, step: int, state: Any, meta: dict[str, Any], block: bool = False) -> float:
         """Save in the background; returns the seconds the caller was blocked.
@@ -71,7 +70,7 @@ class Checkpoints(CheckpointReader):
         """
         began = time.monotonic()
         self.wait()
-        if step in self.steps() and step not in self._damaged:
+        if not self.shelf.is_remote and self._is_saved(step):  # else the thread looks
             return time.monotonic() - began
         leaves = arrays.to_host(state)
         facts = {**meta, "step": step, "versions": versions(), "arrays": arrays.describe(leaves)}
@@ -92,13 +91,9 @@ class Checkpoints(CheckpointReader):
         Raises StorageError, or what `Deferred.make` raises; then nothing is left.
         """
         facts = {**meta, "step": step, "versions": versions(), "arrays": arrays.describe(leaves)}
-        tmp = self.folder / f"tmp-{step}-{self.token}"
         try:
-            self._write(tmp, step, leaves, commit.encode_json(facts))
-        except BaseException as error:
-            shutil.rmtree(tmp, ignore_errors=True)
-            if isinstance(error, LocaltrainError) or not isinstance(error, Exception):
-                raise
+            self._write(self.token, step, leaves, commit.encode_json(facts))
+        except OSError as error:
             raise storage.storage_error("write", str(self.folder), error) from error
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -131,77 +126,74 @@ class Checkpoints(CheckpointReader):
     def _save_with_retry(self, step: int, leaves: dict[str, np.ndarray], meta: bytes) -> None:
         for attempt in (1, 2):
             token = self.token if attempt == 1 else secrets.token_hex(8)  # in case it cannot go
-            tmp = self.folder / f"tmp-{step}-{token}"
             try:
-                self._write(tmp, step, leaves, meta)
+                if self.shelf.is_remote and self._is_saved(step):
+                    return
+                self._write(token, step, leaves, meta)
+                return
+            except _Refused as refused:  # trying again is no use
+                self._failure = refused.reason
                 return
             except Exception as error:  # whatever it was, training must hear of it
-                shutil.rmtree(tmp, ignore_errors=True)
-                if isinstance(error, StorageError):  # of the guard: trying again is no use
-                    self._failure = error
-                    return
                 if attempt == 1:
                     log.warning("saving step %d failed, trying once more: %s", step, _first(error))
                     time.sleep(_RETRY_AFTER_S)
                     continue
-                self._failure = _storage_error(error, step, self.folder, self._committed_now())
+                self._failure = _storage_error(error, step, self.folder, self._known)
 
-    def _write(self, tmp: Path, step: int, leaves: dict[str, np.ndarray], meta: bytes) -> None:
-        if self.guard is not None:
-            self.guard()
-        self._sweep()
-        tmp.mkdir(parents=True)
-        need, free = sum(leaf.nbytes for leaf in leaves.values()), shutil.disk_usage(tmp).free
-        if need > free:  # fail before the disk is full: logs and metrics still want to be written
-            raise OSError(errno.ENOSPC, f"No space left on device: {need} bytes for {free} free")
-        arrays.write(tmp, leaves)
-        commit.write_durably(tmp / META, meta)
-        commit.write_commit(tmp, {"step": step, "token": self.token})
-        self._publish(tmp, step)
+    def _write(self, token: str, step: int, leaves: dict[str, np.ndarray], meta: bytes) -> None:
+        self._check_guard()
+        if not self._swept:
+            self.shelf.sweep()
+            self._swept = True
+        self._known = self._committed_now()
+        tmp = self.shelf.start(step, token)
+        try:
+            self.shelf.check_room(tmp, sum(leaf.nbytes for leaf in leaves.values()))
+            arrays.write(tmp, leaves)
+            commit.write_durably(tmp / META, meta)
+            facts = {"step": step, "token": self.token}
+            self.shelf.publish(step, tmp, facts, self._check_guard)
+        except BaseException:
+            self.shelf.discard(tmp)
+            raise
         self._damaged.discard(step)
         self._prune(step)
 
-    def _publish(self, tmp: Path, step: int) -> None:
-        """The commit: give the finished folder its final name."""
-        final = self.folder / str(step)
-        if os.path.lexists(final):  # damaged or foreign: keep it for its owner, out of the way
-            aside = self.folder / f"damaged-{step}-{secrets.token_hex(8)}"
-            final.rename(aside)
-            log.warning("%s was not a usable checkpoint; it is now %s", final, aside.name)
-        tmp.rename(final)
+    def _check_guard(self) -> None:
         try:
-            commit.sync_folder(self.folder)
-        except OSError as error:  # it is there; only a power cut in this second could undo it
-            log.warning("%s could not be synced: %s", self.folder, error)
+            self.guard()
+        except LocaltrainError as error:
+            raise _Refused(error) from error
+
+    def _is_saved(self, step: int) -> bool:
+        return step in self.steps() and step not in self._damaged
 
     def _prune(self, just_saved: int) -> None:
         """Delete all but the newest `keep`; only now, when a newer one is committed."""
-        steps = [step for step in self._committed_now() if step not in self._damaged]
+        self._known = self._committed_now()
+        steps = [step for step in self._known or [] if step not in self._damaged]
         for step in steps[: -self.keep] if self.keep > 0 else []:
-            if step == just_saved or (self.folder / str(step)).is_symlink():
+            if step == just_saved:
                 continue
-            trash = self.folder / f"tmp-{step}-{secrets.token_hex(8)}"
             try:
-                (self.folder / str(step)).rename(trash)  # a half deleted one is never seen
-                shutil.rmtree(trash)
-            except OSError as error:
+                self.shelf.remove(step)
+            except (OSError, LocaltrainError) as error:
                 log.warning("the old checkpoint of step %d was not deleted: %s", step, error)
 
-    def _sweep(self) -> None:
-        """Remove tmp folders of dead writers, once, before the first write."""
-        if self._swept or not self.folder.is_dir():
-            return
-        for entry in os.scandir(self.folder):
-            if _TMP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                log.info("removing %s, left by a save that was interrupted", entry.path)
-                shutil.rmtree(entry.path, ignore_errors=True)
-        self._swept = True
-
-    def _committed_now(self) -> list[int]:
+    def _committed_now(self) -> list[int] | None:
         try:
             return self.steps()
-        except OSError:
-            return []
+        except (OSError, StorageError):
+            return self._known
+
+
+class _Refused(Exception):
+    """The guard forbids to write: `reason`."""
+
+    def __init__(self, reason: LocaltrainError):
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 def versions() -> dict[str, str]:
@@ -223,12 +215,14 @@ def _first(error: BaseException) -> str:
 
 
 def _storage_error(
-    error: BaseException, step: int, folder: Path, committed: list[int]
+    error: BaseException, step: int, folder: Path | str, committed: list[int] | None
 ) -> StorageError:
     text = str(error)
     full = getattr(error, "errno", None) in (errno.ENOSPC, getattr(errno, "EDQUOT", -1))
     full = full or "No space left on device" in text or "quota exceeded" in text.lower()
     what = "the disk is full" if full else f"{type(error).__name__}: {_first(error)}"
+    if isinstance(error, LocaltrainError):
+        what = _first(error).rstrip(".")
     left = f"the checkpoints of steps {committed} are intact" if committed else "none was saved yet"
     todo = "Free some space or lower checkpoint.keep" if full else "Repair the storage"
     return StorageError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -67,7 +68,7 @@ def checksum(path: str | os.PathLike, sync: bool = False) -> tuple[int, int]:
     return size, crc
 
 
-def write_commit(folder: str | os.PathLike, facts: dict[str, Any]) -> None:
+def write_commit(folder: str | os.PathLike, facts: dict[str, Any]) -> dict[str, Any]:
     """Record every file under `folder` in its commit.json, everything pushed to the disk."""
     folder = Path(folder)
     files = {}
@@ -81,6 +82,7 @@ def write_commit(folder: str | os.PathLike, facts: dict[str, Any]) -> None:
     record["checksum"] = _own_checksum(record)
     write_durably(folder / COMMIT, encode_json(record))
     sync_folder(folder)
+    return record
 
 
 def read_commit(folder: str | os.PathLike) -> dict[str, Any]:
@@ -94,41 +96,56 @@ def read_commit(folder: str | os.PathLike) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
     except FileNotFoundError as error:
-        raise Uncommitted(f"{folder} has no {COMMIT}: it is not a complete checkpoint.") from error
+        raise uncommitted(str(folder)) from error
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror or error}.") from error
-    record = _decode_commit(raw, path)
+    record = decode_commit(raw, str(path))
     for name, entry in record["files"].items():
-        _check_size(folder / name, entry["size"])
+        _check_size_here(folder / name, entry["size"])
     return record
 
 
-def verify(folder: str | os.PathLike, record: dict[str, Any]) -> None:
-    """Read every file that the record lists and compare. Raises Damaged naming the file."""
+def uncommitted(where: str) -> Uncommitted:
+    return Uncommitted(f"{where} has no {COMMIT}: it is not a complete checkpoint.")
+
+
+def verify(folder: str | os.PathLike, record: dict[str, Any], where: str | None = None) -> None:
+    """Read every file that the record lists and compare. Raises Damaged naming the file.
+
+    where: what to call the folder, when it is a local copy.
+    """
     folder = Path(folder)
     for name, entry in record["files"].items():
         path = folder / name
-        _check_size(path, entry["size"])
+        _check_size_here(path, entry["size"])
         try:
             size, crc = checksum(path)
         except OSError as error:
             raise Damaged(f"{path} cannot be read: {error.strerror or error}.") from error
         if (size, crc) != (entry["size"], entry["crc32c"]):
+            shown = path if where is None else f"{where}/{name}"
             raise Damaged(
-                f"{path} is damaged: its crc32c is {crc:08x}, {entry['crc32c']:08x} was recorded "
+                f"{shown} is damaged: its crc32c is {crc:08x}, {entry['crc32c']:08x} was recorded "
                 f"when it was written."
             )
 
 
-def _check_size(path: Path, expected: int) -> None:
+def check_size(where: str, size: int | None, expected: int) -> None:
+    """Raise Damaged unless a file is there (None: it is not) with the recorded size."""
+    if size is None:
+        raise Damaged(f"{where} is missing; the checkpoint's {COMMIT} lists it.")
+    if size != expected:
+        raise Damaged(f"{where} is damaged: it has {size} bytes, {expected} were recorded.")
+
+
+def _check_size_here(path: Path, expected: int) -> None:
     try:
         size = path.stat().st_size
-    except FileNotFoundError as error:
-        raise Damaged(f"{path} is missing; the checkpoint's {COMMIT} lists it.") from error
+    except FileNotFoundError:
+        size = None
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror or error}.") from error
-    if size != expected:
-        raise Damaged(f"{path} is damaged: it has {size} bytes, {expected} were recorded.")
+    check_size(str(path), size, expected)
 
 
 def _own_checksum(record: dict[str, Any]) -> int:
@@ -136,7 +153,7 @@ def _own_checksum(record: dict[str, Any]) -> int:
     return google_crc32c.value(encode_json(rest))
 
 
-def _decode_commit(raw: bytes, path: Path) -> dict[str, Any]:
+def decode_commit(raw: bytes, path: str) -> dict[str, Any]:
     """Parse without trusting anything: every way to be wrong ends in Damaged."""
     try:
         record = json.loads(raw)
@@ -144,6 +161,7 @@ def _decode_commit(raw: bytes, path: Path) -> dict[str, Any]:
             encode_json(record) == raw
             and record["checksum"] == _own_checksum(record)
             and record["format"] == FORMAT
+            and re.fullmatch("|[0-9a-f]{16}", record.get("folder", "")) is not None
             and all(_is_entry(name, entry) for name, entry in record["files"].items())
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

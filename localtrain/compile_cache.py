@@ -12,11 +12,12 @@ import hashlib
 import logging
 import os
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+
+from localtrain import storage
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +56,9 @@ def enable() -> CacheUse:
 
 def cache_folder() -> Path:
     """The user's cache folder for compiled programs, as the platform names such folders."""
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     machine = hashlib.sha256(_cpu().encode()).hexdigest()[:8]
-    return base / "localtrain" / "programs" / f"jaxlib-{jax.lib.__version__}-{machine}"
+    programs = storage.user_cache() / "localtrain" / "programs"
+    return programs / f"jaxlib-{jax.lib.__version__}-{machine}"
 
 
 def _cpu() -> str:

@@ -74,7 +74,7 @@ class FolderLock:
 
     def _acquire(self) -> None:
         deadline = time.monotonic() + _DYING_S
-        while not _try_lock(self._descriptor):
+        while not try_lock(self._descriptor):
             owner = self._owner()
             if _alive(owner) or time.monotonic() > deadline:
                 raise BusyError(_in_use(self.path.parent, owner))
@@ -99,7 +99,8 @@ class FolderLock:
             pass
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file for this process if nobody has it; StorageError where locks are unknown."""
     if sys.platform == "win32":  # not tested
         import msvcrt
 

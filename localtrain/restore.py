@@ -1,8 +1,8 @@
 """Reading checkpoints: which ones can be believed, and what is in them.
 
-Only a folder with an intact commit record counts, and every file is checked against it before use.
+Only a step with an intact commit record counts, and every file is checked against it before use.
 Any number of readers may look while one writer (localtrain/checkpoint.py) saves; they change
-nothing.
+nothing. What lies behind a URL is copied to a local folder first.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from localtrain import arrays, commit, storage
-from localtrain.errors import ConfigError, DataError
+from localtrain.errors import DataError
+from localtrain.shelf import open_shelf
 
 log = logging.getLogger(__name__)
 
@@ -23,20 +23,20 @@ META = "meta.json"
 
 
 class CheckpointReader:
-    """A folder with one sub-folder per saved step, for reading."""
+    """A folder or URL with one sub-folder per saved step, for reading."""
 
     def __init__(self, folder: str | os.PathLike):
-        if storage.is_url(folder):
-            raise ConfigError(f"Checkpoints at a URL are not supported yet: {folder}.")
-        self.folder = Path(os.path.abspath(storage.local_path(folder)))
+        self.shelf = open_shelf(folder)
+        self.folder: Path | str = self.shelf.folder
+        self._local: dict[int, Path] = {}  # verified
         self._damaged: set[int] = set()  # found so while reading: to be saved again
 
     def steps(self) -> list[int]:
         """Committed steps in rising order: an intact commit.json and every listed file there."""
         found = []
-        for step in self._numbered():
+        for step in self.shelf.numbered():
             try:
-                commit.read_commit(self.folder / str(step))
+                self.shelf.record(step)
             except DataError:
                 continue
             found.append(step)
@@ -52,12 +52,11 @@ class CheckpointReader:
         if steps:
             return steps[-1]
         problems = []
-        for step in self._numbered():
-            folder = self.folder / str(step)
+        for step in self.shelf.numbered():
             try:
-                commit.read_commit(folder)
+                self.shelf.record(step)
             except DataError as error:
-                if any(folder.iterdir()):
+                if self.shelf.holds(step):
                     problems.append(str(error))
         if problems:
             raise _all_damaged(self.folder, problems)
@@ -71,11 +70,11 @@ class CheckpointReader:
         if step is not None:
             return step, self._checked_meta(step)
         problems = []
-        for candidate in reversed(self._numbered()):
+        for candidate in reversed(self.shelf.numbered()):
             try:
                 meta = self._checked_meta(candidate)
             except DataError as error:
-                if not (self.folder / str(candidate)).exists():  # deleted by a writer meanwhile
+                if candidate not in self.shelf.numbered():  # deleted by a writer meanwhile
                     return self.read_meta(None, strict)
                 if strict and not isinstance(error, commit.Uncommitted):
                     raise
@@ -106,38 +105,41 @@ class CheckpointReader:
         them, but `partial` reads a part of the checkpoint and `cast` converts dtypes.
         """
         found, meta = self.read_meta(step, strict)
-        folder = self.folder / str(found)
-        arrays.compare(meta["arrays"], template, folder, partial=partial, cast=cast)
+        where = self.shelf.where(found)
+        arrays.compare(meta["arrays"], template, where, partial=partial, cast=cast)
         try:
-            return arrays.read(folder, meta["arrays"], template), meta
+            return arrays.read(self.local(found), meta["arrays"], template), meta
         except DataError:
-            if step is None and not folder.exists():  # a writer went on and deleted it: look again
+            if step is None and found not in self.shelf.numbered():  # a writer went on: look again
                 return self.restore(None, template, strict, partial, cast)
             raise
+        finally:
+            self._local.pop(found, None)
+            self.shelf.release(found)
+
+    def local(self, step: int) -> Path:
+        """The local folder with the files of a step, verified: a copy, if they are behind a URL,
+        which lives as long as this reader."""
+        if step not in self._local:
+            self._checked_meta(step)
+        return self._local[step]
 
     def _checked_meta(self, step: int) -> dict[str, Any]:
-        folder = self.folder / str(step)
-        if not folder.is_dir():
+        where = self.shelf.where(step)
+        if step not in self.shelf.numbered():
             have = ", ".join(map(str, self.steps())) or "none"
             raise DataError(f"There is no checkpoint of step {step} in {self.folder}: {have}.")
-        record = commit.read_commit(folder)
-        commit.verify(folder, record)
+        record = self.shelf.record(step)
+        folder = self._local[step] = self.shelf.fetch(step, record)
         if record.get("step") != step:
-            raise commit.Damaged(f"{folder} holds step {record.get('step')}: it was renamed.")
+            raise commit.Damaged(f"{where} holds step {record.get('step')}: it was renamed.")
         try:
             meta = json.loads((folder / META).read_bytes())
             found = {name: (dtype, tuple(shape)) for name, (dtype, shape) in meta["arrays"].items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise commit.Damaged(f"{folder / META} is not what localtrain writes.") from error
+            shown = storage.join(where, META)
+            raise commit.Damaged(f"{shown} is not what localtrain writes.") from error
         return {**meta, "arrays": found}
-
-    def _numbered(self) -> list[int]:
-        """Steps with a folder of that name, committed or not, in rising order."""
-        try:
-            names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d{0,17}", name))
 
 
 def find_checkpoint(path: str | os.PathLike) -> tuple[CheckpointReader, int | None]:
@@ -145,12 +147,14 @@ def find_checkpoint(path: str | os.PathLike) -> tuple[CheckpointReader, int | No
 
     Returns the checkpoints and the step that was meant (None: the newest). Raises DataError.
     """
-    folder = Path(os.path.abspath(storage.local_path(path)))
-    if (folder / commit.COMMIT).is_file() and folder.name.isdigit():
-        return CheckpointReader(folder.parent), int(folder.name)
-    for candidate in (folder / "checkpoints", folder):
+    folder = os.fspath(path).rstrip("/")
+    if not storage.is_url(folder):
+        folder = os.path.abspath(storage.local_path(path))
+    if storage.name_of(folder).isdigit() and storage.exists(storage.join(folder, commit.COMMIT)):
+        return CheckpointReader(storage.parent_of(folder)), int(storage.name_of(folder))
+    for candidate in (storage.join(folder, "checkpoints"), folder):
         found = CheckpointReader(candidate)
-        if found._numbered():
+        if found.shelf.numbered():
             return found, None
     raise DataError(f"{folder} holds no checkpoint: give a run directory or a checkpoint folder.")
 
@@ -168,7 +172,7 @@ def restore_params(
     return state["params"], meta
 
 
-def _all_damaged(folder: Path, problems: list[str]) -> DataError:
+def _all_damaged(folder: Path | str, problems: list[str]) -> DataError:
     return DataError(
         f"No checkpoint in {folder} can be used. {' '.join(problems)} "
         f"Restore the files from a copy, or start over in another directory (--out)."

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,8 +37,6 @@ def open_source(name: str) -> Source:
     folder = hubdir.locate(name)
     if storage.exists(storage.join(folder, hubdir.CONFIG)):
         return HubSource(name, folder)
-    if storage.is_url(folder):
-        raise DataError(f"{name}: there is no {hubdir.CONFIG}, so it is not a Hub model.")
     names = storage.list_dir(folder)
     if {SINGLE, INDEX} & set(names) or any(n.endswith((".safetensors", ".bin")) for n in names):
         raise DataError(f"{name}: there are weights but no {hubdir.CONFIG}; fetch it as well.")
@@ -211,7 +208,8 @@ class CheckpointSource(Source):
             hf = read_hub_config(where)
         super().__init__(name, folder, hf, where)
         self.is_import = "run" not in meta  # nothing was trained: tokenizer and config agree
-        self.step_folder = Path(reader.folder, str(self.step))
+        self._reader = reader  # a local copy of what is behind a URL lives as long
+        self.step_folder = reader.local(self.step)
         self._contents = meta["arrays"]
         template = {"params": self.network.shapes}
         arrays.compare(self._contents, template, self.step_folder, partial=True, cast=True)

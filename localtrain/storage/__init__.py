@@ -17,9 +17,9 @@ from typing import IO, Any, TypeVar
 
 from localtrain.errors import StorageError
 from localtrain.storage import local
-from localtrain.storage.local import local_path, sync_dir
+from localtrain.storage.local import local_path, sync_dir, user_cache
 
-__all__ = ["local_path", "sync_dir"]  # beside what is defined here
+__all__ = ["local_path", "sync_dir", "user_cache"]  # beside what is defined here
 
 R = TypeVar("R")
 

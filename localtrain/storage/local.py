@@ -5,14 +5,25 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def local_path(path: str | os.PathLike) -> str:
     """The local file name; file:// and a leading ~ are understood."""
     text = os.fspath(path)
     return os.path.expanduser(text[len("file://") :] if text.startswith("file://") else text)
+
+
+def user_cache() -> Path:
+    """The user's cache folder, as the platform names it. RuntimeError without a home."""
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def find_names(pattern: str) -> list[str]:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fault_proxy import FaultProxy  # noqa: E402
+from fault_proxy import FaultProxy
 
 CLIENTS = {"s3": ("s3fs", "moto"), "gs": ("gcsfs", "gcp_storage_emulator")}
 

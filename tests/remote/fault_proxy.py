@@ -83,6 +83,12 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def _serve(self):
+        try:
+            self._serve_one()
+        except ConnectionError:  # the client hung up, as a killed one does
+            self.close_connection = True
+
+    def _serve_one(self):
         if "100-continue" in self.headers.get("Expect", ""):
             self.send_response_only(100)
             self.end_headers()

@@ -87,10 +87,10 @@ def test_refusals_are_not_repeated_and_say_what_to_do(remote, top):
     storage.write_atomic(storage.join(top, "f"), b"x")
     remote.proxy.clear()
     remote.proxy.rule(("status", 403), times=1000)
-    with pytest.raises(StorageError, match="(?i)forbidden.*[cC]redentials"):
+    with pytest.raises(StorageError, match=r"(?i)forbidden.*[cC]redentials"):
         storage.read_bytes(storage.join(top, "f"))
     assert remote.proxy.faults == 1
-    with pytest.raises(StorageError, match="could not write .*[cC]redentials"):
+    with pytest.raises(StorageError, match=r"could not write .*[cC]redentials"):
         storage.write_atomic(storage.join(top, "g"), b"x")
     remote.proxy.clear()
 
