@@ -75,7 +75,7 @@ class Job:
 
 
 def make_network(run: RunConfig, hf: dict[str, Any], where: str, backend: Backend) -> Network:
-    """The abstract network in the run's arithmetic: parameters float32, computation as asked."""
+    """The abstract network in the run's types of parameters and arithmetic."""
     spec = models.spec_from(hf, where)
     dtype = jnp.dtype(run.model.dtype or backend.defaults().dtype)
     if run.data.seq_len > spec.max_length:
@@ -85,7 +85,8 @@ def make_network(run: RunConfig, hf: dict[str, Any], where: str, backend: Backen
             spec.max_length,
             where,
         )
-    return build(spec, Policy(compute_dtype=dtype))
+    param_dtype = jnp.dtype(run.train.param_dtype)
+    return build(spec, Policy(param_dtype=param_dtype, compute_dtype=dtype))
 
 
 def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:

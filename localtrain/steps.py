@@ -8,10 +8,15 @@ the arithmetic:
 - An update that is not finite is not applied, and neither is anything after it: the step number
   that belongs to the batch must equal the state's own, which a refused update leaves behind. So the
   loop may run ahead of the device and still stop with the last good state in its hands.
+
+Memory: a matrix is used in the compute dtype, so the product over tokens that is its gradient comes
+out in that dtype too, and is kept so whatever the parameters are stored in. Sums of other kinds are
+float32: the gradients of embedding, norms and biases, and sums over micro-batches.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,29 +51,81 @@ def init_around(network: Network, run: RunConfig, seed: jax.Array) -> Tree:
     return {k: v for k, v in init_state(network, run, seed).items() if k != "params"}
 
 
-def batch_loss(network: Network, run: RunConfig, params: Tree, batch: Batch):
-    """(objective, nll): sums over the trained tokens of one micro-batch, float32 scalars."""
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _use(dtype: jnp.dtype | None, p: jax.Array, slot: jax.Array) -> jax.Array:
+    """A parameter in a dtype (None: the slot's); its gradient goes to the slot, in that dtype."""
+    return p.astype(dtype or slot.dtype)
+
+
+def _use_forward(dtype, p, slot):
+    return _use(dtype, p, slot), jnp.zeros((), slot.dtype)
+
+
+def _use_backward(dtype, like, g):
+    return None, g.astype(like.dtype)
+
+
+_use.defvjp(_use_forward, _use_backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Layers:
+    """A stack whose weights are cast only inside the loop over its layers, one layer at a time."""
+
+    weights: Tree
+    slots: Tree
+
+    def __getitem__(self, layer: str) -> Tree:
+        return jax.tree.map(partial(_use, None), self.weights[layer], self.slots[layer])
+
+
+def gradient_slots(network: Network, params: Tree) -> Tree:
+    """Zeros in the shapes and dtypes of the gradients; XLA makes no array of them."""
+
+    def slot(path, p: jax.Array, is_matrix: bool) -> jax.Array:
+        product = is_matrix or path[0].key == "head_DV"  # else a sum of other kinds: float32
+        return jnp.zeros(p.shape, network.policy.compute_dtype if product else jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(slot, params, network.decay)
+
+
+def batch_loss(network: Network, run: RunConfig, params: Tree, slots: Tree, batch: Batch):
+    """(objective, nll): weighted sums over the tokens of one micro-batch, float32 scalars.
+
+    Differentiable towards `slots` (see `gradient_slots`), which stand for the parameters.
+    """
     context = Context(batch["tokens"], batch["positions"], batch["segments"])
-    h_BTD = network.hidden(params, context, remat=run.train.remat)
-    w, layout = network.head(params)
+    h_BTD = network.hidden(_used(params, slots), context, remat=run.train.remat)
+    # Its own use of the matrix that may be the embedding too: that one is float32, for the sum.
+    w, layout = network.head(_used(params, slots, network.policy.compute_dtype))
     head = Head(layout, network.softcap, run.train.z_loss)
     return weighted_nll_sum(head, w, h_BTD, batch["labels"], batch["weights"])
+
+
+def _used(params: Tree, slots: Tree, dtype: jnp.dtype | None = None) -> Tree:
+    return {
+        name: _Layers(tree, slots[name])
+        if name.startswith("stack_")
+        else jax.tree.map(partial(_use, dtype), tree, slots[name])
+        for name, tree in params.items()
+    }
 
 
 def loss_and_grads(network: Network, run: RunConfig, params: Tree, batch: Batch):
     """(mean loss over trained tokens, gradients of the objective, trained tokens) of a whole batch.
 
-    Gradients are float32 and accumulate over micro-batches of `train.micro_batch` rows.
+    Gradients accumulate over micro-batches of `train.micro_batch` rows in float32; of a single one
+    they have the dtypes of `gradient_slots`.
     """
     trained = jnp.sum(batch["weights"])
-    per_token = 1 / jnp.maximum(trained, 1)
+    # In the weights, not as a factor of the sum: that would be a second array as large as the head.
+    batch = {**batch, "weights": batch["weights"] / jnp.maximum(trained, 1)}
 
     def micro(piece: Batch):
-        def objective(params):
-            total, nll = batch_loss(network, run, params, piece)
-            return total * per_token, nll * per_token
-
-        (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        objective = partial(batch_loss, network, run, params, batch=piece)
+        slots = gradient_slots(network, params)
+        (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(slots)
         return loss, grads
 
     rows = batch["tokens"].shape[0]
@@ -79,7 +136,7 @@ def loss_and_grads(network: Network, run: RunConfig, params: Tree, batch: Batch)
 
     def accumulate(carry, piece):
         loss, grads = micro(piece)
-        return jax.tree.map(jnp.add, carry, (loss, grads)), None
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (loss, grads)), None
 
     # Micro-batch k takes rows k, k + pieces, ...: rows sharded in order stay on their device.
     split = jax.tree.map(
@@ -99,9 +156,10 @@ def train_step(
     norm = optim.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     scale = optim.clip_factor(run.optim, norm)
-    grads = jax.tree.map(lambda g: g * scale, grads)
     lr = optim.learning_rate(run.optim, run.train.steps, step)
-    new, opt = optim.update(run.optim, network.decay, step, lr, params, state["opt"], grads)
+    new, opt = optim.update(
+        run.optim, network.decay, step, lr, params, state["opt"], grads, scale=scale, seed=run.seed
+    )
     apply = finite & (state["step"] == step)
     candidate = {"params": new, "opt": opt, "step": step + 1}
     state = jax.tree.map(lambda a, b: jnp.where(apply, a, b), candidate, state)

@@ -1,4 +1,4 @@
-"""Schedules, AdamW against optax, decay masks, low-precision moments."""
+"""Schedules, AdamW against optax, decay masks, low-precision moments and parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -110,3 +110,96 @@ def test_clipping_brings_the_global_norm_to_the_limit_and_leaves_small_gradients
     np.testing.assert_allclose(optim.global_norm(scaled), 1.0, rtol=1e-6)
     assert optim.clip_factor(OptimConfig(clip=100.0), norm) == 1
     assert optim.clip_factor(OptimConfig(clip=0.0), norm) == 1
+
+
+# Neighbours of 1 in bfloat16: 1 - 1/256 and 1 + 1/128.
+VALUES = [1.001, -1.001, 0.9995, 3.14159e-5, -2.71828e4, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(value):
+    n = 2**18
+    x = np.float32(value)
+    stored = optim.store(jnp.full((512, n // 512), x), jnp.bfloat16, jnp.uint32(7))
+    found = np.asarray(stored, np.float64)
+    low = np.float64((x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32))
+    step = np.float64(jnp.nextafter(jnp.bfloat16(low), jnp.bfloat16(np.sign(x) * 1e38))) - low
+    assert set(np.unique(found)) <= {low, low + step}
+    share = (np.float64(x) - low) / step if step else 0.0
+    deviation = abs(step) * np.sqrt(share * (1 - share) / n)
+    assert abs(found.mean() - np.float64(x)) <= 4 * deviation
+
+
+def test_rounding_depends_on_seed_step_and_array_and_on_nothing_else():
+    config = OptimConfig(name="sgd", weight_decay=0)
+    params = {k: jnp.ones((64, 64), jnp.bfloat16) for k in ("a", "b")}
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 1.0), params)
+
+    def after(seed, step):
+        new, _ = optim.update(
+            config,
+            {"a": False, "b": False},
+            jnp.int32(step),
+            jnp.float32(1e-3),
+            params,
+            {},
+            grads,
+            seed=seed,
+        )
+        return {k: np.asarray(v, np.float32) for k, v in new.items()}
+
+    first, again = after(0, 5), after(0, 5)
+    np.testing.assert_array_equal(first["a"], again["a"])
+    for other in (after(0, 6)["a"], after(1, 5)["a"], first["b"]):
+        agree = (first["a"] == other).mean()  # by chance p^2 + (1-p)^2 with p = 0.256
+        assert 0.55 < agree < 0.69
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_small_updates_move_bfloat16_parameters_that_rounding_to_the_nearest_would_not(name):
+    """1 - 1e-4 is 1 in bfloat16; after 200 such updates the mean must be at 0.98."""
+    config = OptimConfig(name=name, weight_decay=0)
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    state, grads = optim.init(config, params), {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    lr = jnp.float32(1e-4)
+    nearest = (params["w"].astype(jnp.float32) - lr).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(nearest, params["w"])
+
+    @jax.jit
+    def run(params, state):
+        def body(t, both):
+            return optim.update(config, {"w": False}, t, lr, *both, grads, seed=3)
+
+        return jax.lax.fori_loop(0, 200, body, (params, state))
+
+    new, _ = run(params, state)
+    assert new["w"].dtype == jnp.bfloat16
+    # standard deviation of one value: sqrt(200 * p (1 - p)) / 256 with p = 0.0256; of the mean / 64
+    np.testing.assert_allclose(np.asarray(new["w"], np.float32).mean(), 0.98, atol=6e-4)
+
+
+def test_a_bfloat16_second_moment_decays_with_a_long_memory():
+    """With b2 = 0.999 the nearest bfloat16 of 0.999 v is v itself: it would stay for ever."""
+    config = OptimConfig(b2=0.999, state_dtype="bfloat16", weight_decay=0)
+    params = {"w": jnp.zeros((64, 64))}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state = {"m": zeros, "v": {"w": jnp.full((64, 64), 0.75, jnp.bfloat16)}}
+    assert (state["v"]["w"].astype(jnp.float32) * 0.999).astype(jnp.bfloat16)[0, 0] == 0.75
+    update = jax.jit(
+        lambda t, s: optim.update(config, {"w": False}, t, jnp.float32(0), params, s, zeros)[1]
+    )
+    for t in range(200):
+        state = update(jnp.int32(t), state)
+    mean = np.asarray(state["v"]["w"], np.float32).mean()
+    np.testing.assert_allclose(mean, 0.75 * 0.999**200, rtol=5e-3)
+
+
+def test_the_scale_multiplies_the_gradients_whatever_their_dtype():
+    config = OptimConfig(weight_decay=0)
+    params = tree(0)
+    state, lr = optim.init(config, params), jnp.float32(0.1)
+    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), tree(1))
+    scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * 0.25, grads)
+    a, _ = optim.update(config, DECAY, jnp.int32(0), lr, params, state, grads, scale=0.25)
+    b, _ = optim.update(config, DECAY, jnp.int32(0), lr, params, state, scaled)
+    jax.tree.map(np.testing.assert_array_equal, a, b)

@@ -116,7 +116,8 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
-        description="type of the arithmetic; parameters stay float32; null = the backend's choice",
+        description="type of the arithmetic (parameters: train.param_dtype); null = the backend's "
+        "choice",
     )
 
     @field_validator("preset")
@@ -169,6 +170,11 @@ class TrainConfig(Section):
     remat: Literal["none", "matmuls", "full"] = Field(
         "none", description="what the backward pass recomputes instead of keeping in memory"
     )
+    param_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="how parameters are stored; bfloat16 = half the memory, updates are rounded "
+        "stochastically",
+    )
     log_every: Integer = Field(10, ge=1, description="steps between log lines")
     deterministic: StrictBool = Field(
         False, description="bitwise repeatable on GPUs as well, at some cost in speed"
@@ -220,7 +226,7 @@ class OptimConfig(Section):
     b2: Number = Field(0.95, ge=0, lt=1, description="AdamW: decay of the second moment")
     eps: Number = Field(1e-8, gt=0, description="AdamW: added to the denominator")
     state_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="how the moments are stored"
+        "float32", description="how the moments are stored (bfloat16: rounded stochastically)"
     )
 
 
