@@ -77,7 +77,7 @@ class FolderLock:
         while not try_lock(self._descriptor):
             owner = self._owner()
             if _alive(owner) or time.monotonic() > deadline:
-                raise BusyError(_in_use(self.path.parent, owner))
+                raise BusyError(in_use(self.path.parent, owner))
             time.sleep(0.05)
 
     def _owner(self) -> dict[str, Any]:
@@ -138,7 +138,8 @@ def _alive(owner: dict[str, Any]) -> bool:
     return True
 
 
-def _in_use(folder: Path, owner: dict[str, Any]) -> str:
+def in_use(folder: Path | str, owner: dict[str, Any]) -> str:
+    """The paragraph of the BusyError: who has it, and what to do."""
     who = "another process"
     if "pid" in owner:
         who = f"process {owner['pid']} on {owner.get('host')} since {owner.get('started')}"

@@ -5,12 +5,16 @@ run which differs in a way that matters is left alone: the next name is taken (r
 with --out, the run is refused with the keys named. What does not matter is everything that leaves
 the sequence of updates as it is: how often something is logged, evaluated or saved, how a batch is
 cut up, and how long training goes on.
+
+Behind a URL the small files are written into a local folder, which is mirrored; checkpoints and
+token shards go to the URL by themselves; a lease takes the place of the lock.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import re
 from dataclasses import dataclass, field
@@ -21,36 +25,31 @@ import yaml
 
 from localtrain import storage
 from localtrain.checkpoint import Checkpoints
-from localtrain.errors import ConfigError, DataError, StorageError
+from localtrain.errors import ConfigError, DataError, LocaltrainError, StorageError
+from localtrain.lease import LEASE, Lease
 from localtrain.lock import LOCK, FolderLock
+from localtrain.mirror import Mirror
+from localtrain.rundiff import differences, matters, show
+from localtrain.stage import Stage
+
+log = logging.getLogger(__name__)
 
 RUN, MODEL, METRICS, CHECKPOINTS = "run.yaml", "model.json", "metrics.jsonl", "checkpoints"
-HARMLESS = (
-    "name",
-    "train.steps",
-    "train.log_every",
-    "train.profile",
-    "train.micro_batch",
-    "train.remat",
-    "train.deterministic",
-    "data.cache",
-    "data.prefetch",
-    "data.bad_rows",
-    "eval.",
-    "checkpoint.",
-    "mesh.",
-)
-_NOT_FOREIGN = re.compile(rf"{re.escape(LOCK)}|\.run\.yaml\.tmp-.*|lost\+found|\.DS_Store|\.nfs.*")
+_OURS = (LOCK, LEASE)
+_NOT_FOREIGN = re.compile(r"\.run\.yaml\.tmp-.*|lost\+found|\.DS_Store|\.nfs.*")
 
 
 @dataclass
 class RunDirectory:
     """A run directory that this process alone may write, until `close`.
 
-    `step` is the newest committed checkpoint (0: none yet). `finished`: nothing is left to train,
-    nothing was written. `notes`: what the user should be told, one line each.
+    `name`: the path or URL. `path`: the local folder to write small files into; for a URL it is
+    another one, which `name` follows. `step` is the newest committed checkpoint (0: none yet).
+    `finished`: nothing is left to train, nothing was written. `notes`: what the user should be
+    told, one line each.
     """
 
+    name: str
     path: Path
     step: int
     finished: bool
@@ -58,7 +57,9 @@ class RunDirectory:
     token: str
     notes: list[str] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)  # what `write_model` wrote
-    _lock: FolderLock | None = None
+    _lock: FolderLock | Lease | None = None
+    _mirror: Mirror | None = None
+    _stage: Stage | None = None
 
     @classmethod
     def open(cls, out: str | None, run: Any, override: bool = False) -> RunDirectory:
@@ -67,15 +68,13 @@ class RunDirectory:
         run: a RunConfig. Raises ConfigError (not a run directory, or a difference that matters),
         BusyError (another process has it), StorageError (cannot be written), DataError (damaged).
         """
-        if out is not None and storage.is_url(out):
-            raise ConfigError(f"--out {out}: a run directory at a URL is not supported yet.")
         notes: list[str] = []
         for path in _candidates(out, run):
             found = _look(path, run)
             if found.refuses and not override:
                 if out is not None:
                     raise ConfigError(_refusal(path, found.matter))
-                notes = [*notes, f"{path} holds another run ({_show(found.matter)})"]
+                notes = [*notes, f"{path} holds another run ({show(found.matter)})"]
                 continue
             lock = _claim(path)
             try:
@@ -93,19 +92,38 @@ class RunDirectory:
         raise AssertionError("there is always another name")
 
     @classmethod
-    def _opened(cls, path: Path, run: Any, found: _Found, lock: FolderLock) -> RunDirectory:
-        step = Checkpoints(path / CHECKPOINTS).latest() or 0
+    def _opened(cls, name: str, run: Any, found: _Found, lock: FolderLock | Lease) -> RunDirectory:
+        step = Checkpoints(storage.join(name, CHECKPOINTS)).latest() or 0
         finished = step >= run.train.steps
-        opened = cls(path, step, finished, step > 0, lock.token, _lock=lock)
-        opened.notes += _describe(path, run, found, step)
+        opened = cls(name, Path(name), step, finished, step > 0, lock.token, _lock=lock)
+        if isinstance(lock, Lease):
+            opened._stage = Stage()
+            opened.path = opened._stage.path
+            opened._mirror = Mirror(opened.path, name, allowed=lock.check)
+            opened._mirror.fetch()
+        opened.notes += _describe(name, run, found, step)
         if not finished and (found.stored is None or found.stored != run.to_dict()):
-            storage.write_atomic(str(path / RUN), run.to_yaml().encode())
+            storage.write_atomic(storage.join(name, RUN), run.to_yaml().encode())
+        if opened._mirror is not None:
+            opened._mirror.start()
         return opened
 
     def checkpoints(self, keep: int) -> Checkpoints:
         """The checkpoints of this run, to be written under this lock."""
-        guard = self._lock.check if self._lock is not None else None
-        return Checkpoints(self.path / CHECKPOINTS, keep=keep, token=self.token, guard=guard)
+        place = storage.join(self.name, CHECKPOINTS)
+        return Checkpoints(place, keep=keep, token=self.token, guard=self._guard)
+
+    def check(self) -> None:
+        """Raise BusyError when another process took the directory over; cheap, no request."""
+        if isinstance(self._lock, Lease):
+            self._lock.check_known()
+
+    def _guard(self) -> None:
+        """Before a commit: every row up to its step is there, and the directory is ours."""
+        if self._mirror is not None:
+            self._mirror.push()
+        if self._lock is not None:
+            self._lock.check()
 
     def write_model(self, hub_config: dict[str, Any]) -> None:
         """Store the model's config.json (Hub keys) as model.json."""
@@ -116,45 +134,44 @@ class RunDirectory:
             storage.write_atomic(path, data)
 
     def close(self) -> None:
-        """Let other processes have it."""
-        if self._lock is not None:
+        """Upload what is left, and let other processes have it. Raises StorageError."""
+        if self._lock is None:
+            return
+        try:
+            if report := storage.retry_report():
+                log.info("%s", report)
+            if self._mirror is not None:
+                self._mirror.close()
+        finally:
             self._lock.release()
             self._lock = None
+            if self._stage is not None:
+                self._stage.close()
 
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            self.close()
+        except LocaltrainError as late:
+            if error is None:
+                raise
+            log.error("%s", late)  # what went wrong first is what the user must see last
 
 
-def find_started(out: str | None, run: Any, override: bool = False) -> Path | None:
+def find_started(out: str | None, run: Any, override: bool = False) -> str | None:
     """The directory that `open` would resume, if it has a checkpoint and a model; no writing."""
-    if out is not None and storage.is_url(out):
-        return None
-    for path in _candidates(out, run):
-        found = _look(path, run)
+    for name in _candidates(out, run):
+        found = _look(name, run)
         if found.refuses and not override:
             if out is not None:
                 return None  # `open` will say why
             continue
-        saved = (path / MODEL).is_file() and Checkpoints(path / CHECKPOINTS).latest() is not None
-        return path if saved else None
+        has_model = storage.exists(storage.join(name, MODEL))
+        saved = has_model and Checkpoints(storage.join(name, CHECKPOINTS)).latest() is not None
+        return name if saved else None
     raise AssertionError("there is always another name")
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys in which two runs (nested dicts) differ: dotted key -> (old, new)."""
-    before, after = _flat(old), _flat(new)
-    keys = [*after, *(key for key in before if key not in after)]
-    return {
-        key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)
-    }
-
-
-def matters(key: str) -> bool:
-    """Whether a difference in this key makes it another run."""
-    return not any(key == one or (one[-1] == "." and key.startswith(one)) for one in HARMLESS)
 
 
 @dataclass
@@ -176,41 +193,43 @@ class _Found:
 
 def _candidates(out: str | None, run: Any) -> Any:
     if out is not None:
-        return [Path(storage.local_path(out))]
-    first = Path("runs", run.name)
-    return itertools.chain([first], (Path("runs", f"{run.name}-{n}") for n in itertools.count(2)))
+        return [
+            out.rstrip("/") if storage.is_url(out) else os.path.normpath(storage.local_path(out))
+        ]
+    first = os.path.join("runs", run.name)
+    return itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
 
 
-def _look(path: Path, run: Any) -> _Found:
+def _look(name: str, run: Any) -> _Found:
     """Inspect without writing. Raises ConfigError for a directory that is not ours."""
     try:
-        names = os.listdir(path)
+        names = storage.list_dir(name) if storage.is_url(name) else os.listdir(name)
     except FileNotFoundError:
         return _Found(None, {}, False)
     except NotADirectoryError as error:
         raise ConfigError(
-            f"{path} is a file, not a run directory; choose another --out."
+            f"{name} is a file, not a run directory; choose another --out."
         ) from error
     except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise StorageError(f"{name} cannot be read: {error.strerror or error}.") from error
     if RUN not in names:
-        foreign = sorted(name for name in names if not _NOT_FOREIGN.fullmatch(name))
+        foreign = sorted(n for n in names if n not in _OURS and not _NOT_FOREIGN.fullmatch(n))
         if foreign:
             raise ConfigError(
-                f"{path} is not a run directory: it holds {', '.join(foreign[:3])}"
+                f"{name} is not a run directory: it holds {', '.join(foreign[:3])}"
                 f"{', ...' if len(foreign) > 3 else ''} but no {RUN}. Nothing was written there; "
                 f"choose an empty or new directory with --out."
             )
         return _Found(None, {}, False)
-    stored = _stored(path / RUN, run)
-    started = METRICS in names or bool(os.path.isdir(path / CHECKPOINTS))
+    stored = _stored(storage.join(name, RUN), run)
+    started = METRICS in names or storage.is_dir(storage.join(name, CHECKPOINTS))
     return _Found(stored, differences(stored, run.to_dict()), started)
 
 
-def _stored(path: Path, run: Any) -> dict[str, Any]:
+def _stored(path: str, run: Any) -> dict[str, Any]:
     """The stored run with today's defaults for keys that it does not have."""
     try:
-        values = yaml.safe_load(storage.read_bytes(str(path)))
+        values = yaml.safe_load(storage.read_bytes(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         values = str(error).splitlines()[0]
     if not isinstance(values, dict):
@@ -221,7 +240,10 @@ def _stored(path: Path, run: Any) -> dict[str, Any]:
         return values
 
 
-def _claim(path: Path) -> FolderLock:
+def _claim(name: str) -> FolderLock | Lease:
+    if storage.is_url(name):
+        return Lease(name)
+    path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -235,31 +257,15 @@ def _claim(path: Path) -> FolderLock:
     return FolderLock(path)
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _show(changed: dict[str, tuple[Any, Any]], most: int = 6) -> str:
-    shown = [f"{key} {old!r} -> {new!r}" for key, (old, new) in list(changed.items())[:most]]
-    more = f" and {len(changed) - most} more" if len(changed) > most else ""
-    return ", ".join(text if len(text) < 200 else text[:200] + "..." for text in shown) + more
-
-
-def _refusal(path: Path, changed: dict[str, tuple[Any, Any]]) -> str:
+def _refusal(path: str, changed: dict[str, tuple[Any, Any]]) -> str:
     return (
-        f"{path} holds a run that differs in a way that matters: {_show(changed)}. Use the same "
+        f"{path} holds a run that differs in a way that matters: {show(changed)}. Use the same "
         f"values to resume it, another --out to train anew, or --override to go on from its last "
         f"checkpoint with the new values."
     )
 
 
-def _describe(path: Path, run: Any, found: _Found, step: int) -> list[str]:
+def _describe(path: str, run: Any, found: _Found, step: int) -> list[str]:
     """Lines for the user about a directory that was there before."""
     steps = run.train.steps
     if step >= steps:
@@ -271,7 +277,7 @@ def _describe(path: Path, run: Any, found: _Found, step: int) -> list[str]:
         return []
     notes = [f"resuming {path} at step {step} of {steps}"]
     if found.matter:
-        notes.append(f"--override: {_show(found.matter)}")
+        notes.append(f"--override: {show(found.matter)}")
     if "train.steps" in found.changed and run.optim.schedule != "constant":
         notes.append(
             f"train.steps {found.changed['train.steps'][0]} -> {steps}: the learning-rate schedule "

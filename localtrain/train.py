@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from localtrain import runtime
+from localtrain import runtime, storage
 from localtrain.backend import choose
 from localtrain.checkpoint import Checkpoints
 from localtrain.config import RunConfig, load_run
@@ -100,7 +100,7 @@ def train(
         log.info("%s", runtime.describe_host(facts))
         home.write_model(start.hf)
         start.keep(str(home.path))
-        cache = run.data.cache or str(home.path / "data")
+        cache = run.data.cache or storage.join(home.name, "data")
         clock = time.monotonic()
         corpus = prepare(run, tokenizer, cache, progress=show_stages(), stop=stop.event)
         facts["data_s"] = time.monotonic() - clock
@@ -227,6 +227,7 @@ def _loop(
             desk.read()  # the step before, while this one runs
             desk.dispatched(step, numbers, wait)
             checkpoints.check()
+            home.check()
             step += 1
             profiler.after(step, state)
             last = step == run.train.steps
@@ -291,7 +292,7 @@ def _result(home: RunDirectory) -> Result:
     samples = sample_rows(rows)
     last = next((row for row in samples if row["step"] == samples[-1]["step"]), None)
     return Result(
-        out=str(home.path),
+        out=home.name,
         step=losses[-1]["step"] if losses else home.step,
         start_loss=losses[0]["loss"] if losses else None,
         end_loss=losses[-1]["loss"] if losses else None,

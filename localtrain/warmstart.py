@@ -58,8 +58,8 @@ def find_start(run: RunConfig, out: str | None, override: bool = False) -> Start
         return _checked(run, Start(hf, name, load_tokenizer(run.data.tokenizer or "byte")))
     name, started = run.model.init_from, find_started(out, run, override)
     if started is not None:
-        words = load_tokenizer(run.data.tokenizer or str(started / TOKENIZER))
-        hf = read_hub_config(str(started / MODEL))
+        words = load_tokenizer(run.data.tokenizer or storage.join(started, TOKENIZER))
+        hf = read_hub_config(storage.join(started, MODEL))
         return _checked(run, Start(hf, name, words, resumes=True))
     source = open_source(name)
     place, notes = tokenizer_of(source), list(source.notes)

@@ -43,7 +43,11 @@ ALLOWED = {
     "remote_shelf": BELOW | {"commit", "shelf", "stage"},
     "restore": BELOW | {"arrays", "commit", "shelf"},
     "checkpoint": BELOW | {"arrays", "commit", "restore"},
-    "rundir": BELOW | {"lock", "checkpoint", "commit", "metrics"},
+    "lease": BASE | {"lock"},
+    "mirror": BASE,
+    "rundiff": set(),
+    "rundir": BELOW
+    | {"lock", "lease", "mirror", "stage", "rundiff", "checkpoint", "commit", "metrics"},
 }
 TOP = {
     "hubdir",

@@ -1,0 +1,256 @@
+"""Whole runs whose directory is a URL: train, be killed anywhere, go on exactly, use the result."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from localtrain import storage
+from localtrain.checkpoint import Checkpoints
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+RATES = {"tokens_per_s", "step_time_s", "mfu", "flops_per_s", "data_wait_s", "time"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(TINY))
+    text = folder / "text"
+    text.mkdir()
+    for file in sorted(Path(__file__).parent.parent.glob("test_*.py"))[:6]:
+        (text / file.name).write_bytes(file.read_bytes())
+    (folder / "tiny.yaml").write_text(
+        f"""
+name: tiny
+model: {{path: {folder / "model"}}}
+data: {{sources: "{text}/*.py", seq_len: 32, eval_fraction: 0.2}}
+train: {{steps: 20, batch_size: 4, log_every: 1}}
+optim: {{lr: 3e-3, warmup: 5}}
+eval: {{every: 10, batches: 2}}
+checkpoint: {{every: 5, keep: 10}}
+"""
+    )
+    return folder
+
+
+def command(folder, out, *more):
+    base = [sys.executable, "-m", "localtrain", "train", str(folder / "tiny.yaml")]
+    return [*base, "--backend", "cpu", "--out", str(out), *more]
+
+
+def cli(*arguments, code=0, **options):
+    done = subprocess.run(
+        [sys.executable, "-m", "localtrain", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def train(folder, out, *more, code=0, **options):
+    return cli(*command(folder, out, *more)[3:], code=code, **options)
+
+
+def start(folder, out, *more):
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command(folder, out, *more), **pipes)
+
+
+def all_rows(out):
+    text = storage.read_text(storage.join(str(out), "metrics.jsonl"))
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def rows(out):
+    return [
+        {k: v for k, v in row.items() if k not in RATES}
+        for row in all_rows(out)
+        if "event" not in row
+    ]
+
+
+def arrays(out, step):
+    """Every array of a checkpoint, as bytes, by name."""
+    import jax
+    import numpy as np
+
+    from localtrain import arrays as codec
+
+    reader = Checkpoints(storage.join(str(out), "checkpoints"))
+    meta = reader.read_meta(step)[1]
+    template = {
+        name: jax.ShapeDtypeStruct(tuple(shape), dtype)
+        for name, (dtype, shape) in meta["arrays"].items()
+    }
+    read = codec.read(reader.local(step), meta["arrays"], template)
+    return {name: np.asarray(value).tobytes() for name, value in read.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(folder, tmp_path_factory):
+    """The same run on the local disk, uninterrupted: (rows, arrays of the last step)."""
+    out = tmp_path_factory.mktemp("reference") / "out"
+    train(folder, out)
+    return rows(out), arrays(out, 20)
+
+
+def place(remote):
+    return f"{remote.url}/{uuid.uuid4().hex}"
+
+
+def wait_for(condition, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stderr.read()[-3000:]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def committed(out):
+    return Checkpoints(storage.join(out, "checkpoints")).steps()
+
+
+def test_the_same_run_gives_the_same_numbers_on_every_store(folder, reference, remote):
+    out = place(remote)
+    done = train(folder, out)
+    assert rows(out) == reference[0]
+    assert arrays(out, 20) == reference[1]
+    assert done.stdout.startswith(f"{out}: step 20")
+    names = storage.find_below(out)
+    assert {"run.yaml", "model.json", "metrics.jsonl", "log.txt"} <= set(names)
+    assert "lease.json" not in names  # given back
+    assert sum(name.startswith("tensorboard/") for name in names) == 1
+    assert committed(out) == [5, 10, 15, 20]
+    again = train(folder, out)
+    assert "is finished (step 20 of 20)" in again.stderr
+    longer = train(folder, out, "train.steps=22")
+    assert "resuming" in longer.stderr and rows(out)[-1]["step"] == 22
+
+
+def test_a_killed_run_goes_on_exactly(folder, reference, s3):
+    out = place(s3)
+    process = start(folder, out)
+    wait_for(lambda: 5 in committed(out), process)
+    process.kill()
+    process.wait()
+    assert storage.exists(storage.join(out, "lease.json"))
+    before = committed(out)[-1]
+    done = train(folder, out)
+    assert f"resuming {out} at step" in done.stderr
+    assert rows(out) == reference[0]
+    assert arrays(out, 20) == reference[1]
+    events = [row for row in all_rows(out) if row.get("event") == "resume"]
+    assert len(events) == 1 and events[0]["step"] >= before
+    names = storage.find_below(out)
+    assert sum(name.startswith("tensorboard/") for name in names) == 2  # one for each attempt
+
+
+def test_a_kill_in_the_middle_of_an_upload_loses_nothing(folder, reference, s3):
+    out = place(s3)
+    s3.proxy.rule(("delay", 30), "PUT", r"checkpoints/10/.*", times=1000)
+    process = start(folder, out)
+    wait_for(lambda: any("/10/" in path for _, path in s3.proxy.requests), process)
+    process.kill()
+    process.wait()
+    s3.proxy.clear()
+    assert committed(out) == [5]
+    train(folder, out)
+    assert rows(out) == reference[0]
+    assert arrays(out, 20) == reference[1]
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(folder, reference, gs):
+    out = place(gs)
+    process = start(folder, out)
+    wait_for(lambda: 5 in committed(out), process)
+    process.send_signal(signal.SIGTERM)
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 75, error[-2000:]
+    assert not storage.exists(storage.join(out, "lease.json"))
+    train(folder, out)
+    assert rows(out) == reference[0]
+
+
+def test_a_fifth_of_all_requests_failing_changes_nothing(folder, reference, s3):
+    out = place(s3)
+    s3.proxy.chance(0.2, ("status", 503), ("status", 429))
+    s3.proxy.chance(0.02, ("cut", 7))
+    done = train(folder, out)
+    faults = s3.proxy.faults
+    s3.proxy.clear()
+    assert faults > 10
+    assert rows(out) == reference[0]
+    assert arrays(out, 20) == reference[1]
+    assert "requests were repeated" in done.stderr
+    assert "requests were repeated" in storage.read_text(storage.join(out, "log.txt"))
+
+
+def test_a_second_run_on_the_same_url_is_turned_away(folder, s3):
+    out = place(s3)
+    first = start(folder, out, "train.steps=100000")
+    wait_for(lambda: storage.exists(storage.join(out, "metrics.jsonl")), first)
+    second = train(folder, out, "train.steps=100000", code=8)
+    assert f"{out} is in use by process {first.pid} on" in second.stderr
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=120)
+    assert first.returncode == 75
+
+
+def test_a_store_that_fails_for_good_ends_the_run_and_keeps_what_was_saved(folder, s3):
+    out = place(s3)
+    process = start(folder, out, "train.steps=100000", "checkpoint.every=5")
+    wait_for(lambda: 5 in committed(out), process)
+    s3.proxy.rule(("status", 403), "PUT", times=10**6)
+    error = process.communicate(timeout=200)[1]
+    s3.proxy.clear()
+    assert process.returncode == 6, error[-2000:]
+    assert "credentials" in error and "Traceback" not in error
+    assert committed(out)
+
+
+def test_a_run_at_a_url_is_used_like_a_local_one(folder, s3, tmp_path):
+    out, hub = place(s3), place(s3)
+    train(folder, out, "train.steps=10")
+    said = cli("generate", out, "--prompt", "def ", "--max-new-tokens", 4)
+    assert said.stdout.startswith("def ") or said.stdout
+    assert json.loads(cli("eval", out, "--json").stdout)["loss"] > 0
+    cli("export", out, hub)
+    cli("export", out, tmp_path / "hub")
+    for name in os.listdir(tmp_path / "hub"):
+        assert storage.read_bytes(storage.join(hub, name)) == (tmp_path / "hub" / name).read_bytes()
+    imported = place(s3)
+    report = json.loads(cli("import", hub, imported, "--json").stdout)
+    assert report["max_difference"] == 0
+    assert committed(imported) == [0]
+    assert (
+        cli("generate", imported, "--prompt", "def ", "--max-new-tokens", 4).stdout == said.stdout
+    )
+    again = place(s3)
+    warm = train(folder, again, f"model.init_from={imported}", "model.path=null", "train.steps=3")
+    assert f"weights from {imported}" in warm.stderr
