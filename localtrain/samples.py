@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 TEMPERATURE = 0.8
 HELD_OUT, PREFIX = 2, 24  # without eval.prompt: this many documents, this many tokens of each
-SEARCHED = 64  # rows in which they are looked for
+SEARCHED = 2**17  # places of the held-out rows in which they are looked for
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def make_prompts(given: tuple[str, ...], tokenizer: Tokenizer, corpus: Corpus) -
 def _beginnings(corpus: Corpus, prefix: tuple[int, ...]) -> list[list[int]]:
     """First tokens of held-out documents. What a long document was cut into comes last: only where
     documents begin with a marker can it be told apart."""
-    batch = corpus.eval.assemble(np.arange(min(SEARCHED, corpus.eval.rows)))
+    rows = max(HELD_OUT, SEARCHED // corpus.eval.seq_len)
+    batch = corpus.eval.assemble(np.arange(min(rows, corpus.eval.rows)))
     found = []
     for row, start in np.argwhere((batch["positions"] == 0) & (batch["segments"] > 0)):
         piece = slice(start, start + PREFIX)
