@@ -79,8 +79,6 @@ def import_hub(name: str, out: str, progress: Progress | None = None) -> Report:
 
     Raises ConfigError (config, `out` in use), DataError (weights), StorageError.
     """
-    if storage.is_url(out):
-        raise ConfigError(f"{out}: an imported model goes into a local folder in this version.")
     source = open_source(name)
     if not isinstance(source, HubSource):
         raise ConfigError(f"{name} is a run or checkpoint of localtrain already: use it as it is.")

@@ -173,7 +173,12 @@ def new_folder(out: str, need: int = 0) -> Iterator[str]:
     if storage.exists(out) and (not storage.is_dir(out) or storage.list_dir(out)):
         raise ConfigError(f"{out} is not empty; nothing was written there. Choose a new folder.")
     if storage.is_url(out):
-        yield out.rstrip("/")
+        try:
+            yield out.rstrip("/")
+        except BaseException:
+            with contextlib.suppress(LocaltrainError):  # what failed first is told
+                storage.remove_tree(out)  # there was nothing in it before
+            raise
         return
     final = os.path.abspath(storage.local_path(out))
     made = f"{final}.tmp-{secrets.token_hex(6)}"

@@ -26,7 +26,7 @@ ALLOWED = {
     "compile_cache": BASE,
     "nn": BELOW,
     "models": BELOW | {"nn", "configs"},
-    "data": BELOW,
+    "data": BELOW | {"stage"},
     "optim": BELOW,
     "losses": BELOW | {"nn"},
     "sampling": BELOW | {"nn"},

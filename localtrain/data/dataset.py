@@ -1,7 +1,7 @@
 """Reading a built dataset: the lengths of its documents in memory, tokens by ranges.
 
 Tokens are read with pread: no file position is shared, so threads cannot corrupt each other's
-records. Ranges of remote shards are fetched together.
+records. Remote shards are read from local copies, or by ranges that are fetched together.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from localtrain import storage
 from localtrain.data.compressed import checksum
+from localtrain.data.copies import Copies
 from localtrain.data.shards import FORMAT_VERSION, HEADER, MAGIC, ShardInfo, read_index
 from localtrain.errors import DataError
 
@@ -36,6 +37,7 @@ class Dataset:
         verify = sum(shard.size for shard in self.index.shards) <= VERIFY_BYTES
         self._lock = threading.Lock()
         self._open: dict[int, _Handle] = {}
+        self._copies = Copies(folder, self.index.shards) if storage.is_url(folder) else None
         tables = [self._read_tables(shard, verify) for shard in self.index.shards]
         self.lengths = _concatenate([t[0] for t in tables], np.uint32)
         self.hashes = _concatenate([t[1] for t in tables], np.uint64)
@@ -95,6 +97,8 @@ class Dataset:
 
     def _fill(self, shard: int, ranges: list[tuple[int, int, int]], view: memoryview) -> None:
         path = storage.join(self.folder, self.index.shards[shard].name)
+        if self._copies is not None:
+            path = self._copies.find(shard) or path
         try:
             if storage.is_url(path):
                 blobs = storage.read_ranges(path, [(o, o + n) for o, n, _ in ranges])

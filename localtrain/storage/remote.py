@@ -89,15 +89,25 @@ def find_below(folder: str) -> dict[str, int]:
 
 
 def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Many ranges of one file at the same time; what comes short is asked for again."""
+    """Many ranges of one file at the same time; only what failed or came short is asked again."""
+    got: dict[int, bytes] = {}
 
     def read(filesystem: Any, key: str) -> list[bytes]:
-        starts, ends = [r[0] for r in ranges], [r[1] for r in ranges]
-        blobs = filesystem.cat_ranges([key] * len(ranges), starts, ends, on_error="raise")
-        for (start, end), blob in zip(ranges, blobs, strict=True):
-            if len(blob) != end - start:
-                raise retry.ShortRead(f"{len(blob)} of {end - start} bytes came")
-        return [bytes(blob) for blob in blobs]
+        left = [i for i in range(len(ranges)) if i not in got]
+        starts, ends = [ranges[i][0] for i in left], [ranges[i][1] for i in left]
+        blobs = filesystem.cat_ranges([key] * len(left), starts, ends, on_error="return")
+        failures: list[Exception] = []
+        for i, blob in zip(left, blobs, strict=True):
+            if isinstance(blob, Exception):
+                failures.append(blob)
+            elif len(blob) != ranges[i][1] - ranges[i][0]:
+                size = ranges[i][1] - ranges[i][0]
+                failures.append(retry.ShortRead(f"{len(blob)} of {size} bytes came"))
+            else:
+                got[i] = bytes(blob)
+        if failures:  # one that will not pass tells more than those that may
+            raise next((one for one in failures if not retry.is_passing(one)), failures[0])
+        return [got[i] for i in range(len(ranges))]
 
     return call("read", path, read)
 
