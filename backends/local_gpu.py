@@ -9,10 +9,11 @@ import os
 import re
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 from localtrain.backend import Backend, Defaults, jax_is_up, set_jax
-from localtrain.errors import ConfigError
+from localtrain.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from localtrain.config import RunConfig
@@ -102,6 +103,56 @@ class LocalGpu(Backend):
         """By the device's name, as jax gives it."""
         kind = re.sub(r"^NVIDIA\s+", "", device_kind.strip())
         return next((peak for name, peak in PEAK_FLOPS.items() if re.fullmatch(name, kind)), None)
+
+    def topologies(self) -> list[str]:
+        """Cards that programs can be compiled for without having one."""
+        entries = files("localtrain.configs").joinpath("cards").iterdir()
+        return sorted(e.name.removesuffix(".txt") for e in entries if e.name.endswith(".txt"))
+
+    def topology(self, name: str, devices: int = 1) -> list[Any]:
+        """Compile-only devices of that card: the CUDA compiler runs without a driver or a GPU."""
+        text = _card(name, self.topologies())
+        if missing := [package for package in _COMPILER if not _installed(package)]:
+            raise ConfigError(
+                f"compiling for {name} needs NVIDIA's compiler, which runs without a GPU: looked "
+                f"for the Python modules {', '.join(_COMPILER)} and found no "
+                f"{', '.join(missing)}; pip install 'localtrain[plan-gpu]' (about 3 GB on disk)"
+            )
+        from jax.experimental import topologies
+
+        return topologies.get_topology_desc(
+            platform="cuda", topology_name=name, topology=f"1x1x{devices}", target_config=text
+        ).devices
+
+    def usable_memory(self, name: str) -> tuple[int, str]:
+        """What `_set_memory` reserves; the CUDA context has to live in the rest."""
+        text = _card(name, self.topologies())
+        size = int(re.search(r"device_memory_size:\s*(\d+)", text)[1])
+        return int(size * MEMORY_FRACTION), (
+            f"{MEMORY_FRACTION:.0%} of {size / 1e9:.1f} GB, what local-gpu reserves; the rest is "
+            "for the CUDA context, libraries and the desktop"
+        )
+
+
+# What the compiler consists of: jax's plugin, ptxas with libdevice, and cuDNN.
+_COMPILER = ("jax_plugins.xla_cuda12", "jax_cuda12_plugin", "nvidia.cuda_nvcc", "nvidia.cudnn")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package above it is not there
+        return False
+
+
+def _card(name: str, known: list[str]) -> str:
+    if name not in known:
+        close = nearest(name.lower(), known)
+        hint = f"did you mean '{close}'? " if close else ""
+        raise ConfigError(
+            f"there is no card '{name}' to compile for; {hint}known: {', '.join(known)}"
+        )
+    return files("localtrain.configs").joinpath("cards", f"{name}.txt").read_text("utf-8")
 
 
 def _missing_driver() -> str | None:

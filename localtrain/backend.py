@@ -71,8 +71,19 @@ class Backend(Protocol):
         """Dense bfloat16 matmul FLOP/s of one device by the vendor's sheet; None = no source."""
         return None
 
-    def topology(self, name: str) -> list[Any]:
-        """Compile-only devices of a machine that is not here."""
+    def topologies(self) -> list[str]:
+        """Names that `topology` knows; none when it cannot compile for other machines."""
+        return []
+
+    def topology(self, name: str, devices: int = 1) -> list[Any]:
+        """Compile-only devices of a machine that is not here; `devices` where the name says none.
+
+        Raises ConfigError for an unknown name and when the compiler is not installed.
+        """
+        raise ConfigError(f"backend {self.name} cannot compile for a machine that is not here")
+
+    def usable_memory(self, name: str) -> tuple[int, str]:
+        """(bytes of one device of that topology that a run can have, how they were found)."""
         raise ConfigError(f"backend {self.name} cannot compile for a machine that is not here")
 
     def launch(self, run: RunConfig, **options: Any) -> None:

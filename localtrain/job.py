@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -51,11 +51,7 @@ class Job:
 
     def memory(self) -> dict[str, int]:
         """Bytes per device of the train step by class, as the compiler counts them."""
-        known = memory_by_class(self.programs)
-        if (analysis := self.step.memory_analysis()) is not None:
-            known["temporaries"] = analysis.temp_size_in_bytes
-            known["code"] = analysis.generated_code_size_in_bytes
-        return known
+        return compiled_memory(self.programs, self.step)
 
     def place(self, batch: dict[str, np.ndarray]) -> steps.Batch:
         """Host arrays of a batch onto the devices."""
@@ -117,12 +113,12 @@ def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:
     )
 
 
-def run_mesh(run: RunConfig) -> jax.sharding.Mesh:
-    """The devices as the run wants them, or ConfigError.
+def run_mesh(run: RunConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The devices (None: this process's) as the run wants them, or ConfigError.
 
     Every device gets the same number of rows of every micro-batch.
     """
-    mesh = sharding.make_mesh(run.mesh)
+    mesh = sharding.make_mesh(run.mesh, devices)
     rows = run.train.micro_batch or run.train.batch_size
     ways = mesh.shape["replica"] * mesh.shape["fsdp"]
     if rows % ways:
@@ -146,6 +142,24 @@ def memory_by_class(programs: steps.Programs) -> dict[str, int]:
         "parameters": bytes_per_device(programs.state["params"]),
         "optimizer": bytes_per_device(programs.state["opt"]),
     }
+
+
+def compiled_memory(programs: steps.Programs, step: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes per device of the compiled train step by class, and the compiler's own counts.
+
+    The state is donated, so new parameters and moments lie where the old ones were; outputs that do
+    not count as temporaries. `total` is what has to be free at once.
+    """
+    known, found = memory_by_class(programs), step.memory_analysis()
+    if found is None:  # a program from the compile cache of some platforms
+        return known
+    known["compiler_temp"] = found.temp_size_in_bytes
+    extra = found.output_size_in_bytes - found.alias_size_in_bytes
+    known["temporaries"] = known["compiler_temp"] + extra
+    known["code"] = found.generated_code_size_in_bytes
+    known["arguments"] = found.argument_size_in_bytes
+    known["total"] = known["arguments"] + known["temporaries"] + known["code"]
+    return known
 
 
 def describe(run: RunConfig, network: Network) -> dict[str, Any]:

@@ -49,14 +49,17 @@ def explain(error: BaseException, run: Any, memory: Mapping[str, int]) -> str:
     parts = ["The device ran out of memory"]
     if (asked := _asked(str(error))) is not None:
         parts[0] += f" allocating {gigabytes(asked)}"
-    available = memory.get("available") or _device_memory()
+    limit, in_use = _device_memory()
+    available = memory.get("available") or limit
     if available:
         parts[0] += f" on a device with {gigabytes(available)}"
+        if in_use is not None:
+            parts[0] += f", of which {gigabytes(max(0, available - in_use))} were free"
     classes = [f"{name} {gigabytes(memory[name])}" for name in _CLASSES if memory.get(name)]
     if classes:
         total = memory.get("total") or sum(memory.get(name, 0) for name in _CLASSES)
         parts.append(f"The step needs {gigabytes(total)} per device: {', '.join(classes)}")
-    parts.append(f"Try, in this order: {'; '.join(_remedies(run))}")
+    parts.append(f"Try, in this order: {'; '.join(remedies(run))}")
     parts.append("`localtrain plan` says beforehand whether a run fits")
     return ". ".join(parts) + "."
 
@@ -71,28 +74,40 @@ def _asked(message: str) -> int | None:
     return int(float(match[1].rstrip(".")) * _UNITS[match[2].upper()]) if match else None
 
 
-def _device_memory() -> int | None:
+def _device_memory() -> tuple[int | None, int | None]:
+    """(bytes that the allocator may use, bytes in use) of the first device, where it says so."""
     import jax
 
     try:
-        return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        stats = jax.local_devices()[0].memory_stats() or {}
     except Exception:  # a device that is out of memory may not answer
-        return None
+        return None, None
+    return stats.get("bytes_limit"), stats.get("bytes_in_use")
 
 
-def _remedies(run: Any) -> list[str]:
-    """The keys that lower memory, cheapest for the result first, without those already used."""
-    train, tips = run.train, []
+def remedies(run: Any) -> list[str]:
+    """The keys that lower memory, cheapest for the result first, without those already used.
+
+    Pieces of a batch (micro_batch) cost a float32 sum of all gradients, so a run without pieces
+    is told what they cost; a run that has them only needs smaller ones.
+    """
+    train, optim, tips = run.train, run.optim, []
     rows = train.micro_batch or train.batch_size
+    pieces = train.batch_size > rows
     if rows > 1:
-        tips.append(
-            f"train.micro_batch={_divisor_below(train.batch_size, rows)} (now {rows}; the batch "
-            f"stays {train.batch_size}, the result too)"
-        )
+        smaller = f"train.micro_batch={_divisor_below(train.batch_size, rows)} (now {rows}; the "
+        smaller += f"batch stays {train.batch_size}, the result too"
+        tips.append(smaller + (")" if pieces else "; costs 4 bytes a parameter)"))
     if train.remat != "full":
         tips.append("train.remat=full (about a third slower, same result)")
-    if run.optim.state_dtype != "bfloat16" and run.optim.name != "sgd":
+    if optim.state_dtype != "bfloat16" and optim.name != "sgd":
         tips.append("optim.state_dtype=bfloat16 (halves the optimizer's memory)")
+    if train.param_dtype != "bfloat16":
+        tips.append(
+            "train.param_dtype=bfloat16 (halves the parameters' memory; rounded stochastically)"
+        )
+    if rows > 1 and not pieces:
+        tips.append(f"train.batch_size={rows // 2} (now {rows}; no pieces, other batches)")
     tips.append(f"data.seq_len={max(1, run.data.seq_len // 2)} (now {run.data.seq_len})")
     tips.append("a smaller model.preset")
     return tips

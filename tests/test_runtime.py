@@ -283,9 +283,16 @@ def test_the_module_does_not_import_jax():
 # ---- out of memory
 
 
-def run_of(micro_batch=None, remat="none", state_dtype="float32", batch_size=24):
+def run_of(
+    micro_batch=None, remat="none", state_dtype="float32", batch_size=24, param_dtype="float32"
+):
     return SimpleNamespace(
-        train=SimpleNamespace(batch_size=batch_size, micro_batch=micro_batch, remat=remat),
+        train=SimpleNamespace(
+            batch_size=batch_size,
+            micro_batch=micro_batch,
+            remat=remat,
+            param_dtype=param_dtype,
+        ),
         optim=SimpleNamespace(state_dtype=state_dtype, name="adamw"),
         data=SimpleNamespace(seq_len=1024),
     )
@@ -303,6 +310,8 @@ def test_an_allocation_that_is_too_big_becomes_advice():
         "train.micro_batch=12 (now 24",
         "train.remat=full",
         "optim.state_dtype=bfloat16",
+        "train.param_dtype=bfloat16",
+        "train.batch_size=12",
         "data.seq_len=512",
     ):
         assert part in message, message
@@ -310,11 +319,11 @@ def test_an_allocation_that_is_too_big_becomes_advice():
 
 
 def test_advice_leaves_out_what_is_already_done():
-    run = run_of(micro_batch=1, remat="full", state_dtype="bfloat16")
+    run = run_of(1, remat="full", state_dtype="bfloat16", param_dtype="bfloat16")
     with pytest.raises(OutOfMemoryError) as raised, oom.memory_advice(run):
         raise MemoryError
     message = str(raised.value)
-    for part in ("micro_batch", "remat", "state_dtype"):
+    for part in ("micro_batch", "batch_size", "remat", "state_dtype", "param_dtype"):
         assert part not in message
     assert "data.seq_len=512" in message
 

@@ -22,6 +22,7 @@ from localtrain.cli.frame import Group, help_alone
 from localtrain.cli.generate import generate
 from localtrain.cli.hub import export, import_
 from localtrain.cli.models import models
+from localtrain.cli.plan import plan
 from localtrain.cli.report import report
 from localtrain.cli.show import backends, config
 from localtrain.cli.train import TASK_COMMANDS, train
@@ -47,7 +48,7 @@ def app(context: click.Context) -> None:
 
 
 for _command in (
-    *(train, *TASK_COMMANDS, report, generate, chat, evaluate),
+    *(train, *TASK_COMMANDS, plan, report, generate, chat, evaluate),
     *(import_, export, data, models, backends, config, doctor),
 ):
     app.add_command(_command)
