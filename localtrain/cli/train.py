@@ -105,6 +105,7 @@ def _summary(result: Result) -> str:
         "",
         "next:",
         f"  localtrain generate {out} --prompt {shlex.quote(result.prompt or 'Once')}",
+        f"  localtrain report {out}",
         f"  tensorboard --logdir {shlex.quote(os.path.join(result.out, 'tensorboard'))}",
         f"  the same command with train.steps={2 * result.step} goes on from here",
     ]
