@@ -97,7 +97,7 @@ def test_help_lists_what_is_built_and_nothing_else(call):
     assert code == 0
     assert (
         " ".join(listed)
-        == "train generate chat eval import export data models backends config doctor"
+        == "train plan report generate chat eval import export data models backends config doctor"
     )
     for command in listed:
         assert call(command, "--help")[0] == 0

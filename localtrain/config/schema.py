@@ -52,6 +52,10 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _all_unicode(texts: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(_unicode(text) for text in texts)
+
+
 def _listed(value: Any) -> Any:
     """One source or a list of them; always kept as a tuple."""
     if value is None:
@@ -62,7 +66,7 @@ def _listed(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(_number), Field(le=2**31 - 1)]  # fits int32 on devices
 Number = Annotated[float, BeforeValidator(_number), Field(le=1e15)]  # far from what float32 holds
 Text = Annotated[StrictStr, AfterValidator(_unicode)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_listed)]
+Texts = Annotated[tuple[StrictStr, ...], BeforeValidator(_listed), AfterValidator(_all_unicode)]
 
 
 class Section(BaseModel):
