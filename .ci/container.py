@@ -309,6 +309,7 @@ def workplace() -> Iterator[Path]:
     try:
         yield work
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
         if "CONTAINERS_STORAGE_CONF" in os.environ and shutil.which("podman"):
             run("podman", "--runtime=runc", "rm", "--all", "--force", "--time=0", check=False)
             run("buildah", "umount", "--all", check=False)
