@@ -80,7 +80,7 @@ class Chat:
     def _tokens(self, ids: np.ndarray, count: int) -> Iterator[int]:
         """Up to `count` new tokens after `ids`."""
         decoder, known = self._decoder, _common(self._held, ids[:-1])
-        if decoder is None or not decoder.rewinds:
+        if decoder is None or not decoder.rewinds(known):
             model = self.writer.model
             decoder, known = Decoder(model.network, model.params), 0
         self._decoder = decoder

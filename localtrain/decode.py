@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from localtrain.nn.cached import SLOT_AXES, Slots, extend, grow
+from localtrain.nn.cached import SLOT_AXES, Slots, capacity, extend, grow
 from localtrain.nn.decoder import Network, Params
 from localtrain.sampling import Sampling, choose
 
-PIECES = (512, 256, 128, 64)  # lengths in which prompts are read
+PIECES = (512, 256, 128, 64, 32, 16)  # lengths in which prompts are read
 SHORTEST_CACHE, LONG_CACHE = 256, 4096  # caches double between these, then grow by the latter
 
 
@@ -31,6 +31,8 @@ class Decoder:
         row without any)."""
         self.slots = SHORTEST_CACHE
         self.length = 0  # slots in use
+        self._longest = 0  # most slots that were in use since the cache was empty
+        self._windows = {layer.mixer.window for layer in network.spec.layers} - {None}
         first_B = np.zeros(1, np.int32) if first_B is None else first_B
         self.rows = len(first_B)
         device = _only_device(params)
@@ -46,17 +48,25 @@ class Decoder:
             count = piece_BT.shape[1]
             padding = padded_length(count) - count
             piece_BT = np.pad(piece_BT, ((0, 0), (0, padding)))
-            self._h_BD = self._place.advance(piece_BT, np.int32(count))
-            self.length += count
+            self._advance(piece_BT, count)
+
+    def _advance(self, tokens_BT: jax.Array | np.ndarray, count: int) -> None:
+        self._h_BD = self._place.advance(tokens_BT, np.int32(count))
+        self.length += count
+        self._longest = max(self._longest, self.length)
 
     def _make_room(self, more: int) -> None:
         if self.length + more > self.slots:
             self.slots = slots_for(self.length + more)
-            self._place.cache = grow(self._place.cache, self.slots)
+            self._place.grow(self.slots)
 
-    @property
-    def rewinds(self) -> bool:
-        """Whether `rewind` is possible: every layer keeps its tokens apart in slots."""
+    def rewinds(self, length: int) -> bool:
+        """Whether `rewind` is possible: every layer keeps its tokens apart in slots, and those in
+        its window before slot `length` have not made room for later ones."""
+        for window in self._windows if length else ():
+            lost = self._longest - capacity(window, self.slots)
+            if max(length - (window - 1), 0) < lost:
+                return False
         stacks = {k: v for k, v in self._place.cache.items() if k.startswith("stack")}
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(stacks)[0]]
         return all(path[-1].key in SLOT_AXES for path in paths)
@@ -64,6 +74,7 @@ class Decoder:
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` slots; 0 is possible before anything was read."""
         self.length = length
+        self._longest = self._longest if length else 0
         self._place.cache["length"] = self._place.put(np.int32(length))
 
     def stream(
@@ -85,13 +96,11 @@ class Decoder:
         stops = np.asarray(list(stop_ids), np.int32)
         stopped_B = np.zeros(self.rows, bool)
         last_B = np.zeros(self.rows, np.int32)
-        one = np.int32(1)
         for number in range(1, count + 1):
             current_B1 = token_B1
             if number < count:  # dispatched before the host waits for the current token
                 self._make_room(1)
-                self._h_BD = self._place.advance(current_B1, one)
-                self.length += 1
+                self._advance(current_B1, 1)
                 token_B1, turn = draw(self._h_BD, numbers, keys_B, turn)
             last_B = np.where(stopped_B, last_B, np.asarray(current_B1)[:, 0])
             yield last_B
@@ -118,6 +127,11 @@ class Whole:
 
     def _empty(self, slots: int, first_B: np.ndarray) -> Params:
         return self.network.init_cache(len(first_B), slots, jnp.asarray(first_B))
+
+    def grow(self, slots: int) -> None:
+        """Make room for `slots` tokens."""
+        empty = jax.eval_shape(partial(self._empty, slots, self.cache["first_B"]))
+        self.cache = grow(self.cache, empty)
 
     def advance(self, tokens_BT: jax.Array | np.ndarray, count: np.int32) -> jax.Array:
         """Take `count` real tokens a row; the final state of the last of them, [B, D]."""
@@ -172,7 +186,7 @@ class ByPeriod(Whole):
             for r, weights in enumerate(stack):
                 x_BTD, entry = program(weights, x_BTD, tokens_BT, slots, count, caches[r])
                 # another program, because XLA's CPU compiler copies a cache that is also read
-                caches[r] = write(cache=caches[r], entry=entry, start=start)
+                caches[r] = write(cache=caches[r], entry=entry, start=start, count=count)
         h_BD, cache["length"] = self.compiled("end", _end)(self.ends, x_BTD, start, count)
         return h_BD
 
@@ -218,8 +232,8 @@ def _period(network, weights, x_BTD, tokens_BT, slots, count, cache, i):
     return network.decode_period(i, weights, x_BTD, tokens_BT, slots, count, cache)
 
 
-def _write(network, cache, entry, start):
-    return extend(cache, entry, start)
+def _write(network, cache, entry, start, count):
+    return extend(cache, entry, start, count)
 
 
 def _end(network, ends, x_BTD, length, count):

@@ -78,12 +78,13 @@ class Attention(nnx.Module):
             out_BTNH, cache = attend_cached(q_BTNH, k_BTKH, v_BTKH, cache, ctx.slots, **options)
         # heads and their channels as one axis: over two, XLA's CPU compiler copies the weight first
         wo_AD = self.wo_NHD[...].astype(self.dtype).reshape(-1, x_BTD.shape[-1])
-        out_BTD = linear(out_BTNH.reshape(*x_BTD.shape[:2], -1), wo_AD)
+        out_BTD = leave(linear(out_BTNH.reshape(*x_BTD.shape[:2], -1), wo_AD))
         if spec.out_bias:
             out_BTD = out_BTD + self.bo_D[...].astype(self.dtype)
         return out_BTD, cache
 
     def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x_BTD = enter(x_BTD)
         q_BTNH = self._heads(x_BTD, self.wq_DNH, "bq_NH")
         k_BTKH = self._heads(x_BTD, self.wk_DKH, "bk_KH")
         v_BTKH = self._heads(x_BTD, self.wv_DKH, "bv_KH")
@@ -97,7 +98,8 @@ class Attention(nnx.Module):
         return q_BTNH, k_BTKH, v_BTKH
 
     def _heads(self, x_BTD: jax.Array, weight: nnx.Param, bias: str) -> jax.Array:
-        w_DNH = weight[...].astype(self.dtype)
+        own = (lambda w: w) if bias == "bq_NH" else partial(own_kv_heads, kv_heads=self.spec.kv_heads)
+        w_DNH = own(weight[...].astype(self.dtype), dim=-2)
         y_BTA = linear(x_BTD, w_DNH.reshape(w_DNH.shape[0], -1))
         y_BTNH = y_BTA.reshape(*y_BTA.shape[:2], *w_DNH.shape[1:])
         return (
@@ -107,4 +109,4 @@ class Attention(nnx.Module):
 
 def init_cache(spec: Gqa, batch: int, slots: int, dtype) -> dict[str, jax.Array]:
     """An empty cache of one layer."""
-    return empty(batch, spec.kv_heads, slots, spec.head_dim, dtype)
+    return empty(batch, spec.kv_heads, slots, spec.head_dim, dtype, spec.window)

@@ -2,9 +2,12 @@
 
 A layer only reads its cache and returns what is new (an "entry"); `extend` writes the entries of
 all layers afterwards, so that a cache that was given away is written in place. A token of row b at
-position p lies in slot first_B[b] + p, so that rows of different lengths end in the same slot. Keys
-are stored with the slots last, as the product with a query wants them. One new token takes all
-slots at once, so whoever decodes keeps the cache not much longer than what is in it (`grow`).
+position p has the number first_B[b] + p, so that rows of different lengths end at the same number.
+Number n lies in slot n modulo the slots of the layer, and which number a slot holds follows from
+how many there are. A layer that sees a window keeps not much more than that (`capacity`): there new
+tokens take the slots of those that nobody will see again. Keys are stored with the slots last, as
+the product with a query wants them. One new token takes all slots at once, so whoever decodes keeps
+the cache not much longer than what is in it (`grow`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from localtrain.nn.core import soft_cap
 
 NEVER = -1e30  # finite, so that a row without any visible key stays finite
 BLOCK = 256  # slots at a time against many queries
+SPARE = 128  # a window keeps at least so many tokens more, so that the last ones can be taken back
 FEW = 8  # up to so many queries, all slots at once: half the time of blocks, which XLA copies out
 # The axis of the slots in each kind of cache array; an array that is not here is a state, whose
 # entry replaces it.
@@ -29,42 +33,71 @@ Tree = dict[str, Any]
 class Slots(NamedTuple):
     """Which part of a cache is in use; the same for all layers."""
 
-    start: jax.Array  # slot of the first new token, int32
-    first_B: jax.Array  # slot of each row's position 0, int32; what is before it is padding
+    start: jax.Array  # number of the first new token, int32
+    first_B: jax.Array  # number of each row's position 0, int32; what is before it is padding
 
 
-def empty(batch: int, kv_heads: int, slots: int, head_dim: int, dtype) -> Tree:
-    """The cache of one layer."""
+def capacity(window: int | None, slots: int) -> int:
+    """The slots of a layer in a cache for `slots` tokens: for a window it and SPARE, in blocks."""
+    if window is None:
+        return slots
+    return min(slots, -(-(window + SPARE) // BLOCK) * BLOCK)
+
+
+def empty(
+    batch: int, kv_heads: int, slots: int, head_dim: int, dtype, window: int | None = None
+) -> Tree:
+    """The cache of one layer for `slots` tokens: less than a block, or whole blocks."""
+    slots = capacity(window, slots)
     return {
         "k_BKHS": jnp.zeros((batch, kv_heads, head_dim, slots), dtype),
         "v_BKSH": jnp.zeros((batch, kv_heads, slots, head_dim), dtype),
     }
 
 
-def extend(cache: Tree, entry: Tree, start: jax.Array) -> Tree:
-    """The cache with the entries of new tokens in the slots from `start` on; any tree of layers."""
+def extend(cache: Tree, entry: Tree, start: jax.Array, count: jax.Array | int) -> Tree:
+    """The cache with the first `count` tokens of the entries, numbers `start` on; any tree of
+    layers."""
 
     def write(path, old: jax.Array, new: jax.Array) -> jax.Array:
         axis = SLOT_AXES.get(path[-1].key)
         if axis is None:
             return new
-        return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis)
+        total, length = old.shape[axis], new.shape[axis]
+        if length == 1:
+            return jax.lax.dynamic_update_slice_in_dim(old, new, start % total, axis)
+        size = min(length, total)
+        # from the slot of the first on, and once more from slot 0 for those past the end
+        for at in (jnp.minimum(start % total, total - size), 0):
+            columns = _numbers(start + count, at + jnp.arange(size), total) - start
+            shape = [1] * old.ndim
+            shape[axis] = size
+            part = jnp.where(
+                (columns >= 0).reshape(shape),
+                jnp.take(new, jnp.maximum(columns, 0), axis),
+                jax.lax.dynamic_slice_in_dim(old, at, size, axis),
+            )
+            old = jax.lax.dynamic_update_slice_in_dim(old, part, at, axis)
+        return old
 
     return jax.tree_util.tree_map_with_path(write, cache, entry)
 
 
-def grow(cache: Tree, slots: int) -> Tree:
-    """The same cache with more slots; any tree of layers."""
+def grow(cache: Tree, larger: Tree) -> Tree:
+    """The same cache in the shapes of an empty one for more tokens; any tree of layers. No layer
+    that grows has used a slot twice: those that did have their full size."""
 
-    def pad(path, old: jax.Array) -> jax.Array:
-        axis = SLOT_AXES.get(path[-1].key)
-        if axis is None:
+    def pad(old: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
+        if old.shape == new.shape:
             return old
-        widths = [(0, 0)] * old.ndim
-        widths[axis] = (0, slots - old.shape[axis])
-        return jnp.pad(old, widths)
+        return jnp.pad(old, [(0, n - o) for o, n in zip(old.shape, new.shape, strict=True)])
 
-    return jax.tree_util.tree_map_with_path(pad, cache)
+    return jax.tree.map(pad, cache, larger)
+
+
+def _numbers(end: jax.Array, slots_S: jax.Array, total: int) -> jax.Array:
+    """The number in each slot when `end` is the next: the last one that goes there, < 0: none."""
+    return end - 1 - (end - 1 - slots_S) % total
 
 
 def attend_cached(
@@ -90,26 +123,23 @@ def attend_cached(
     positions_BT = slots.start + jnp.arange(length) - slots.first_B[:, None]
     entry = {"k_BKHS": k_BTKH.transpose(0, 2, 3, 1), "v_BKSH": v_BTKH.transpose(0, 2, 1, 3)}
 
-    def add(sums: _Sums, keys: Tree, at: jax.Array, end: jax.Array | None = None) -> _Sums:
-        """Take in `keys`, the first of which lies in slot `at`; from slot `end` on is nothing."""
-        slots_S = at + jnp.arange(keys["v_BKSH"].shape[2])
-        mask = _visible(positions_BT, slots_S - slots.first_B[:, None], window)
-        if end is not None:
-            mask &= slots_S < end
+    def add(sums: _Sums, keys: Tree, numbers_S: jax.Array) -> _Sums:
+        """Take in the keys with these numbers; none is below 0."""
+        mask = _visible(positions_BT, numbers_S - slots.first_B[:, None], window)
         scores = jnp.einsum(
             "BKGTH,BKHS->BKGTS", q_BKGTH, keys["k_BKHS"], preferred_element_type=jnp.float32
         )
         scores = jnp.where(mask, soft_cap(scores * scale, softcap), NEVER)
         return sums.add(scores, mask, keys["v_BKSH"])
 
-    def take(at: jax.Array, size: int) -> Tree:
-        return {
-            name: jax.lax.dynamic_slice_in_dim(array, at, size, SLOT_AXES[name])
+    def add_block(i: jax.Array, sums: _Sums) -> _Sums:
+        """Numbers i * size on. What was overwritten among them is outside of all windows."""
+        keys = {
+            name: jax.lax.dynamic_slice_in_dim(array, i * size % total, size, SLOT_AXES[name])
             for name, array in cache.items()
         }
-
-    def add_block(i: jax.Array, sums: _Sums) -> _Sums:
-        return add(sums, take(i * size, size), i * size, slots.start)
+        numbers_S = i * size + jnp.arange(size)
+        return add(sums, keys, jnp.where(numbers_S < slots.start, numbers_S, -1))
 
     sums = _start((batch, kv_heads, group, length), v_dim, sinks_N)
     if length > FEW:
@@ -117,12 +147,9 @@ def attend_cached(
         oldest = jnp.min(slots.first_B) if window is None else slots.start - (window - 1)
         first, end = jnp.maximum(oldest, 0) // size, (slots.start + size - 1) // size
         sums = jax.lax.fori_loop(first, end, add_block, sums)
-    elif window is None or window > total:
-        sums = add(sums, cache, 0, slots.start)
-    elif window > 1:
-        at = jnp.maximum(slots.start - (window - 1), 0)
-        sums = add(sums, take(at, window - 1), at, slots.start)
-    sums = add(sums, entry, slots.start)
+    else:
+        sums = add(sums, cache, _numbers(slots.start, jnp.arange(total), total))
+    sums = add(sums, entry, slots.start + jnp.arange(length))
     out = (sums.out / jnp.maximum(sums.weight, 1e-30)).astype(q_BTNH.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v_dim), entry
 

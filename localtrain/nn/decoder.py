@@ -197,7 +197,8 @@ class Network:
         """An empty cache with room for `slots` tokens a row.
 
         first_B [B]: how many slots each row leaves empty before its first token (padding on the
-        left), so that rows of different lengths end in the same slot.
+        left), so that rows of different lengths end in the same slot. Layers with a window have
+        fewer slots, which are used again.
         """
         first_B = jnp.zeros(batch, jnp.int32) if first_B is None else first_B
         cache = {"length": jnp.zeros((), jnp.int32), "first_B": first_B}
@@ -226,8 +227,8 @@ class Network:
     ) -> tuple[jax.Array, Params]:
         """Like `hidden` for tokens that follow those in the cache; returns the longer cache.
 
-        count: only so many of the T tokens are real, the rest is padding on the right whose slots
-        are free again. All T must fit into the cache.
+        count: only so many of the T tokens are real, the rest is padding on the right, which is
+        not kept. All T must fit into the cache.
         """
         count = tokens_BT.shape[1] if count is None else count
         start = cache["length"]
@@ -238,7 +239,7 @@ class Network:
             name = f"stack_{i}"
             body = partial(self._period, i, ctx)
             x_BTD, entries = self._loop(body, x_BTD, params[name], stack.repeat, cache[name])
-            new[name] = extend(cache[name], entries, start)
+            new[name] = extend(cache[name], entries, start, count)
         return self._merge_ends(params).final_norm(x_BTD), new
 
     def decode_start(self, ends: Params, tokens_BT: jax.Array) -> jax.Array:

@@ -93,6 +93,9 @@ class Gqa:
         return 4 * self.heads * self.head_dim * self.keys_per_query(seq_len)
 
     def cache_bytes_per_token(self, bytes_per_value: int) -> int:
+        """What one more token adds to a long cache: with a window nothing."""
+        if self.window is not None:
+            return 0
         return 2 * self.kv_heads * self.head_dim * bytes_per_value
 
     @property
@@ -194,6 +197,7 @@ class Model:
         return flops
 
     def cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:
+        """What each further token of a row adds once all windows are full."""
         return sum(layer.mixer.cache_bytes_per_token(bytes_per_value) for layer in self.layers)
 
 
