@@ -353,7 +353,9 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused():
         Writer.open(str(golden_folder("qwen3")), tokenizer=load_tokenizer("byte"))
 
 
-def test_code_in_a_folder_is_not_run_and_that_is_said(hub, tmp_path, caplog):
+def test_code_in_a_folder_is_not_run_and_that_is_said(hub, tmp_path, caplog, capsys):
+    from localtrain.cli import run
+
     folder = tmp_path / "coded"
     shutil.copytree(hub, folder)
     hf = json.loads((folder / "config.json").read_text())
@@ -362,6 +364,10 @@ def test_code_in_a_folder_is_not_run_and_that_is_said(hub, tmp_path, caplog):
     (folder / "modeling.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     Writer.open(str(folder))
     assert "is not run" in caplog.text and not (tmp_path / "ran").exists()
+    assert run(["generate", str(folder), "--prompt", "Hello", "--max-new-tokens", "3"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "is not run" in line and line.startswith("warning: ")]
+    assert lines[-1].startswith("3 tokens in ") and "tokens/s" not in lines[-1]
 
 
 # a reader that lost its files leaves exceptions in Orbax's threads, after it was told

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from localtrain.cli.frame import Command, open_backend
-from localtrain.cli.generate import model_options, sampling_options, settings_from, show
+from localtrain.cli.generate import (
+    model_options,
+    sampling_options,
+    settings_from,
+    show,
+    show_warnings,
+)
 from localtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,6 +58,7 @@ def chat(
     the end of the input leaves.
     """
     place = open_backend(backend)
+    show_warnings()
     from localtrain import compile_cache
     from localtrain.chat import Chat
     from localtrain.complete import Writer, find_tokenizer, memory_advice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from localtrain.cli.frame import (
     printable,
 )
 
+FEW_TOKENS, SHORT_S = 10, 0.5  # of less than either no rate is told
 DTYPES = click.Choice(["float32", "bfloat16"])
 
 
@@ -115,6 +117,7 @@ def generate(
     safetensors. One text goes to stdout as it is written, several one after the other at the end.
     """
     place = open_backend(backend)
+    show_warnings()
     from localtrain import compile_cache
     from localtrain.complete import Writer, encode_prompt, find_tokenizer, memory_advice
 
@@ -147,6 +150,14 @@ def generate(
     click.echo(clock.report(sum(one.tokens for one in done)), err=True)
 
 
+def show_warnings() -> None:
+    """As lines "warning: ..." on stderr until the command ends."""
+    from localtrain import runtime
+
+    runtime.setup_logging(level=logging.WARNING)
+    click.get_current_context().call_on_close(runtime.close_logging)
+
+
 def show(text: str) -> None:
     """To stdout at once, made harmless for a terminal."""
     click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
@@ -166,7 +177,7 @@ class Clock:
     def report(self, tokens: int) -> str:
         now = time.monotonic()
         line = f"{tokens} tokens in {now - self.began:.1f} s"
-        if self.first is not None and tokens > 1 and now > self.first:
+        if self.first is not None and tokens >= FEW_TOKENS and now - self.first >= SHORT_S:
             line += f", the first after {self.first - self.began:.1f} s"
             line += f", then {(tokens - 1) / (now - self.first):.1f} tokens/s"
         return line
