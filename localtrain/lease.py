@@ -57,7 +57,7 @@ class Lease:
     def check(self) -> None:
         """Look at the store: BusyError when another process took over."""
         self.check_known()
-        if self._read().get("token") != self.token:
+        if not self._is_ours():
             self._lose()
             self.check_known()
 
@@ -73,7 +73,7 @@ class Lease:
         self._stop.set()
         self._thread.join(timeout=60)
         try:
-            if self._lost is None and self._read().get("token") == self.token:
+            if self._lost is None and self._is_ours():
                 storage.remove_all([self.path])
         except StorageError as error:
             log.warning("the lease was not given back, the next start has to wait: %s", error)
@@ -81,7 +81,7 @@ class Lease:
     def _acquire(self) -> None:
         while True:
             owner = self._read()
-            if not owner:
+            if owner is None:
                 if storage.create(self.path, self._encode()) or self._is_ours():
                     return
                 continue
@@ -108,7 +108,7 @@ class Lease:
         while time.monotonic() < end:
             time.sleep(min(every / 4, 1.0))
             now = self._read()
-            if not now:
+            if now is None:
                 return
             if (now.get("token"), now.get("beat")) != (owner.get("token"), owner.get("beat")):
                 raise busy
@@ -118,10 +118,10 @@ class Lease:
         while not self._stop.wait(BEAT_S):
             try:
                 found = self._read()
-                if found and found.get("token") != self.token:
+                if found is not None and found.get("token") != self.token:
                     return self._lose()
                 self._beat += 1
-                if found:
+                if found is not None:
                     storage.write_atomic(self.path, self._encode())
                 elif not storage.create(self.path, self._encode()) and not self._is_ours():
                     return self._lose()
@@ -130,19 +130,21 @@ class Lease:
 
     def _lose(self) -> None:
         self._lost = BusyError(
-            f"{self.folder} was taken over by {_who(self._read())}, because this process showed no "
+            f"{self.folder} was taken over by {_who(self._read() or {})}, because this process showed no "
             f"sign of life for {STILL_BEATS * BEAT_S:g} s. Nothing more is written there by this "
             f"one; the other goes on from the last checkpoint."
         )
 
     def _is_ours(self) -> bool:
-        return self._read().get("token") == self.token
+        return (self._read() or {}).get("token") == self.token
 
-    def _read(self) -> dict[str, Any]:
-        """The lease; {} when there is none or it is not one."""
+    def _read(self) -> dict[str, Any] | None:
+        """The lease; None when there is none, {} when it is damaged."""
         try:
             owner = json.loads(storage.read_bytes(self.path))
-        except (FileNotFoundError, ValueError):
+        except FileNotFoundError:
+            return None
+        except ValueError:
             return {}
         return owner if isinstance(owner, dict) else {}
 

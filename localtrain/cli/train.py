@@ -45,12 +45,14 @@ def _start(
     as_json: bool,
     task: str | None = None,
 ) -> None:
+    from localtrain import storage
     from localtrain.backend import choose
     from localtrain.config import load_run
 
     loaded = load_run(run, overrides)
     _check_task(loaded.task, task)
     choose(backend)  # a backend that cannot be used is refused before jax is loaded
+    storage.reach(out or "")  # and so is a URL without its package or credentials
 
     from localtrain.train import train as start
 

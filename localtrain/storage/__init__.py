@@ -94,6 +94,14 @@ def _far() -> Any:
     return remote
 
 
+def reach(path: str) -> None:
+    """For a URL: find its client and credentials now, so that a lack of them is told at once."""
+    if is_url(path):
+        from localtrain.storage.clients import open_client
+
+        open_client(path)
+
+
 def open_file(path: str, mode: str = "rb") -> IO:
     """A file object of this caller alone (never share one between threads)."""
     if is_url(path):
