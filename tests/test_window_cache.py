@@ -20,6 +20,7 @@ from localtrain.complete import Settings, Writer
 from localtrain.data.template import encode_chat, find_template
 from localtrain.decode import Decoder
 from localtrain.models import spec_from
+from localtrain.models.describe import describe
 from localtrain.nn import cached
 from localtrain.nn.cached import capacity, empty, extend
 from localtrain.nn.core import Policy
@@ -259,3 +260,8 @@ def test_a_conversation_goes_on_as_a_fresh_one(block, holds, small_blocks, tmp_p
         assert "".join(fresh.answer(text)) == answer
     ids, _ = encode_chat(template, writer.tokenizer, kept.messages)
     assert len(ids) > 100 and set(went_back) == {holds}
+
+
+def test_a_token_more_adds_nothing_to_the_cache_of_a_window():
+    """Gemma 3 1B: 22 of 26 layers have windows; 1 kv head of 256, keys and values, 2 bytes."""
+    assert describe("gemma-3-1b-it")["cache_bytes_per_token"] == 4 * 2 * 1 * 256 * 2 == 4096
