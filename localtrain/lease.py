@@ -129,10 +129,11 @@ class Lease:
                 log.warning("the lease of %s could not be renewed: %s", self.folder, error)
 
     def _lose(self) -> None:
+        owner = _who(self._read() or {})
         self._lost = BusyError(
-            f"{self.folder} was taken over by {_who(self._read() or {})}, because this process showed no "
-            f"sign of life for {STILL_BEATS * BEAT_S:g} s. Nothing more is written there by this "
-            f"one; the other goes on from the last checkpoint."
+            f"{self.folder} was taken over by {owner}, because this process showed no sign of life "
+            f"for {STILL_BEATS * BEAT_S:g} s. Nothing more is written there by this one; the other "
+            f"goes on from the last checkpoint."
         )
 
     def _is_ours(self) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from localtrain import storage
+from localtrain.config.secret import mask
 from localtrain.errors import Stopped
 
 log = logging.getLogger(__name__)
@@ -217,7 +218,14 @@ def setup_logging(run_dir: str | os.PathLike | None = None, level: int = logging
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         _handlers.append(file)
     for handler in _handlers:
+        handler.addFilter(_without_secrets)
         logger.addHandler(handler)
+
+
+def _without_secrets(record: logging.LogRecord) -> bool:
+    """Passwords and tokens in a URL do not belong into a log that is shown to others."""
+    record.msg, record.args = mask(record.getMessage()), ()
+    return True
 
 
 def close_logging() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from localtrain import storage
+from localtrain.config.secret import mask
 from localtrain.data import synthetic
 from localtrain.data.build_lock import Progress, build_lock
 from localtrain.data.readers import read_batches
@@ -114,7 +115,7 @@ def dataset_key(sources: list[Source], tokenizer: Tokenizer) -> dict:
     for source in sources:
         entry: dict = {"path": source.path, "field": source.field, "format": source.format}
         if not source.path.startswith(SYNTHETIC):
-            entry["path"] = _absolute(source.path)
+            entry["path"] = mask(_absolute(source.path))  # it is stored
             stamps = [(f.path, f.size, f.stamp, f.format) for f in find_files(source)[0]]
             entry["files"] = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
         listed.append(entry)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from typing import Any
 
+from localtrain.config.secret import mask
 from localtrain.data.shards import DatasetIndex
 from localtrain.data.sources import Source
 
@@ -37,7 +38,7 @@ def make_fingerprint(
     identity = [settings, [(entry["weight"], entry["hash"]) for entry in listed], rows]
     text = json.dumps(identity, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return {"hash": digest, "settings": settings, "sources": listed}
+    return {"hash": digest, "settings": settings, "sources": mask(listed)}
 
 
 def _files(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:

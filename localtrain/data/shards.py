@@ -21,6 +21,7 @@ import google_crc32c
 import numpy as np
 
 from localtrain import storage
+from localtrain.config.secret import mask
 from localtrain.errors import DataError
 
 INDEX = "index.json"
@@ -71,7 +72,7 @@ class DatasetIndex:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def to_json(self) -> bytes:
-        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+        return (json.dumps(mask(asdict(self)), indent=1) + "\n").encode()
 
 
 def token_bytes_for(size: int) -> int:
