@@ -1,0 +1,177 @@
+"""`localtrain plan`: what the compiler says, of the step that is trained, for devices not here."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from localtrain import backend, job
+from localtrain.backends import local_gpu
+from localtrain.cli import run as command
+from localtrain.config import load_run
+from localtrain.plan import plan, targets
+from localtrain.warmstart import find_start
+
+CARDS = Path(local_gpu.__file__).parent.parent / "configs" / "cards"
+# By hand: embedding 264 x 32; a layer: q and o 2 x 32 x 32, k and v 2 x 32 x 16, MLP 3 x 32 x 64,
+# norms 2 x 32 + 2 x 16; final norm 32.
+PARAMETERS = 264 * 32 + 2 * (2 * 1024 + 2 * 512 + 6144 + 96) + 32
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Arguments of a run that compiles fast."""
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": 264,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(config))
+    return (f"model.path={folder}", "data.seq_len=32", "train.batch_size=4", "train.remat=none")
+
+
+@pytest.fixture(scope="module")
+def here(tiny):
+    return plan(load_run("quickstart", tiny), backend="cpu")
+
+
+def test_the_classes_are_bytes_of_the_run_and_add_up(here):
+    memory = here.memory_per_device
+    assert here.parameters == PARAMETERS and here.devices == len(jax.devices())
+    assert memory["parameters"] == 4 * PARAMETERS
+    assert memory["optimizer"] == 8 * PARAMETERS
+    assert memory["total"] == memory["arguments"] + memory["temporaries"] + memory["code"]
+    assert memory["arguments"] >= memory["parameters"] + memory["optimizer"]
+    assert here.fits == (memory["total"] <= memory["available"]) and here.fits
+    assert here.tokens_per_step == 4 * 32
+
+
+def test_it_is_the_step_that_train_compiles(here, tiny):
+    run = load_run("quickstart", tiny)
+    start = find_start(run, None)
+    place, _ = backend.choose("cpu")
+    compiled = job.compile_job(run, job.make_network(run, start.hf, "tiny", place), place)
+    mine = {k: v for k, v in here.memory_per_device.items() if k != "available"}
+    assert compiled.memory() == mine
+
+
+def test_the_state_is_updated_in_place(here):
+    """New parameters and moments take no memory of their own: only the step's numbers do."""
+    memory = here.memory_per_device
+    assert memory["temporaries"] - memory["compiler_temp"] < 4096
+
+
+def test_a_run_that_does_not_fit_says_so_and_names_the_keys_that_help(tiny, capfd):
+    assert command(["plan", "quickstart", "--backend", "cpu", "--memory", "10kB", *tiny]) == 0
+    said = capfd.readouterr().out
+    assert "IT DOES NOT FIT" in said and "0.00 GB (as given)" in said
+    for key in ("train.remat=full", "optim.state_dtype=bfloat16", "train.param_dtype=bfloat16"):
+        assert key in said
+
+
+def test_json_has_the_contracts_keys_and_no_null(tiny, capfd):
+    assert command(["plan", "quickstart", "--backend", "cpu", "--json", *tiny]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert {"fits", "device", "devices", "parameters", "memory_per_device"} <= set(found)
+    assert {"model_flops_per_step", "tokens_per_step", "compile_s", "kernels"} <= set(found)
+    classes = {"parameters", "optimizer", "temporaries", "code", "total", "available"}
+    assert {*classes, "arguments", "compiler_temp"} == set(found["memory_per_device"])
+    assert None not in found.values() and None not in found["memory_per_device"].values()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--device", "rtx-3060"], ("did you mean 'rtx-3060-12gb'?", "h100-80gb")),
+        (["--device", "rtx-3060-12gb", "--topology", "v5e:4x4"], ("name one of them",)),
+        (["--device", "rtx-3060-12gb", "--backend", "cpu"], ("backend cpu has no machine",)),
+        (["--memory", "lots"], ("'lots' is not a size such as 8GB",)),
+        (["--memory", "0"], ("is not a size",)),
+    ],
+)
+def test_mistakes_are_one_paragraph_and_exit_2(arguments, parts, capfd):
+    assert command(["plan", "quickstart", *arguments]) == 2
+    said = capfd.readouterr().err
+    assert all(part in said for part in parts), said
+    assert "Traceback" not in said
+
+
+def test_without_the_compiler_the_extra_is_named(monkeypatch, capfd):
+    monkeypatch.setattr(local_gpu, "_installed", lambda module: module != "nvidia.cudnn")
+    assert command(["plan", "quickstart", "--device", "rtx-3060-12gb"]) == 2
+    said = capfd.readouterr().err
+    assert "found no nvidia.cudnn; pip install 'localtrain[plan-gpu]'" in said
+
+
+def test_every_card_names_its_source_and_has_the_figures_that_xla_reads():
+    assert targets()["local-gpu"] == sorted(path.stem for path in CARDS.glob("*.txt"))
+    for path in CARDS.glob("*.txt"):
+        text = path.read_text()
+        assert text.startswith("# ") and "Source: " in text.split("gpu_device_info")[0], path
+        for key in ("core_count", "memory_bandwidth", "l2_cache_size", "device_memory_size"):
+            assert int(re.search(rf"{key}: (\d+)", text)[1]) > 0, (path, key)
+        # the name says the memory: rtx-3060-12gb
+        size = int(re.search(r"device_memory_size: (\d+)", text)[1])
+        assert abs(size / 1e9 - int(re.search(r"(\d+)gb$", path.stem)[1])) < 5
+
+
+def compiled_for(card: str, *arguments: str) -> dict[str, int]:
+    """Memory of a run on a card, from a process of its own without the flags of the test suite."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    line = [sys.executable, "-m", "localtrain", "plan", *arguments, "--device", card, "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)["memory_per_device"]
+
+
+cuda_compiler = pytest.mark.skipif(
+    not all(map(local_gpu._installed, local_gpu._COMPILER)),
+    reason="needs NVIDIA's compiler: pip install 'localtrain[plan-gpu]'",
+)
+
+
+@pytest.mark.slow
+@cuda_compiler
+@pytest.mark.parametrize(
+    ("name", "card", "most"),
+    [
+        ("qwen3-0.6b-8gb", "rtx-4060-laptop-8gb", 7.0e9),
+        ("qwen3-0.6b-12gb", "rtx-3060-12gb", 10.8e9),
+        ("qwen3-0.6b-16gb", "rtx-4060-ti-16gb", 14.4e9),
+    ],
+)
+def test_the_run_files_of_small_gpus_fit_them(name, card, most):
+    run = load_run(name)
+    assert (run.train.micro_batch or run.train.batch_size) * run.data.seq_len >= 2048
+    memory = compiled_for(card, name)
+    assert memory["total"] <= most and memory["total"] <= memory["available"]
+    assert memory["temporaries"] - memory["compiler_temp"] < 2**20  # the state lies in place
+
+
+@pytest.mark.slow
+@cuda_compiler
+@pytest.mark.parametrize(("moments", "most"), [("float32", 9.65e9), ("bfloat16", 7.27e9)])
+def test_float32_parameters_need_no_more_than_the_prototype_did(moments, most):
+    """1 x 2048 tokens, full remat. Bars: a prototype's step, compiled by the same compiler."""
+    keys = ("train.batch_size=1", "data.seq_len=2048", f"optim.state_dtype={moments}")
+    assert compiled_for("rtx-4060-laptop-8gb", "qwen3-0.6b", *keys)["total"] <= most
+
+
+def test_the_compilers_modules_are_looked_up_without_importing_them():
+    assert local_gpu._installed("json") and not local_gpu._installed("no_such_package.part")
