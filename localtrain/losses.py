@@ -12,6 +12,11 @@ the chunk body:
 - `token_logprobs`: for losses that need every token's log-probability first (DPO, GRPO, KL);
   the backward pass recomputes the chunk.
 
+On many devices the step runs under shard_map: each device calls this with its own tokens and a head
+that was gathered once before the loop, so that the loop talks to nobody. Only where the vocabulary
+itself is split (`Head.axis`, as in Megatron-LM, arXiv 1909.08053) a chunk exchanges three numbers a
+token: the largest logit, the sum of exponentials and the label's logit.
+
 Both return sums or per-token values, never means: the caller divides once by the global count of
 trained tokens, so micro-batches, padding and device counts cannot change the loss.
 Must match transformers' `ForCausalLMLoss` (sum over labels that are not -100).
@@ -26,6 +31,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from localtrain.nn.parallel import enter, leave
+
 
 class Head(NamedTuple):
     """How a chunk of hidden states becomes logits. Static: part of the compiled program.
@@ -33,12 +40,19 @@ class Head(NamedTuple):
     layout: "vd" when the head is stored like an embedding [V, D], "dv" for [D, V].
     softcap: logits become c * tanh(logits / c) (Gemma). z_loss: weight of logsumexp squared (PaLM,
     arXiv 2204.02311, section 5). vocab: ids from here on are padding and get no probability.
+    axis: mesh axis over which the vocabulary is split; each device then has its part of the head.
     """
 
     layout: str = "vd"
     softcap: float | None = None
     z_loss: float = 0.0
     vocab: int | None = None
+    axis: str | None = None
+
+    def ids(self, columns: int) -> jax.Array:
+        """The token ids of this device's columns."""
+        first = 0 if self.axis is None else lax.axis_index(self.axis) * columns
+        return first + jnp.arange(columns)
 
 
 def chunk_size(vocab: int) -> int:
@@ -58,9 +72,26 @@ def _chunk_logits(head: Head, w: jax.Array, h_CD: jax.Array) -> jax.Array:
     logits_CV = jnp.einsum(equation, h_CD, w, preferred_element_type=jnp.float32)
     if head.softcap is not None:
         logits_CV = head.softcap * jnp.tanh(logits_CV / head.softcap)
-    if head.vocab is not None and head.vocab < logits_CV.shape[-1]:
-        logits_CV = jnp.where(jnp.arange(logits_CV.shape[-1]) < head.vocab, logits_CV, -jnp.inf)
+    columns = logits_CV.shape[-1]
+    if head.vocab is not None and (head.axis is not None or head.vocab < columns):
+        logits_CV = jnp.where(head.ids(columns) < head.vocab, logits_CV, -jnp.inf)
     return logits_CV
+
+
+def _logsumexp_and_picked(head: Head, logits_CV, labels_C):
+    """logsumexp over the whole vocabulary and the label's logit, [C] each."""
+    if head.axis is None:
+        picked_C = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=-1)[:, 0]
+        return jax.nn.logsumexp(logits_CV, axis=-1), picked_C
+    columns = logits_CV.shape[-1]
+    top_C = lax.pmax(lax.stop_gradient(logits_CV).max(-1), head.axis)
+    mine_C = labels_C - lax.axis_index(head.axis) * columns
+    safe_C = jnp.clip(mine_C, 0, columns - 1)
+    picked_C = jnp.take_along_axis(logits_CV, safe_C[:, None], axis=-1)[:, 0]
+    picked_C = jnp.where(mine_C == safe_C, picked_C, 0)
+    sum_C = jnp.exp(logits_CV - top_C[:, None]).sum(-1)
+    sum_C, picked_C = leave(jnp.stack([sum_C, picked_C]), head.axis)
+    return jnp.log(sum_C) + top_C, picked_C
 
 
 def _split(x: jax.Array, size: int, chunks: int) -> jax.Array:
@@ -80,8 +111,7 @@ def _flatten(h_BTD, labels_BT, weights_BT, vocab: int):
 
 def _sums(head: Head, logits_CV, labels_C, weights_C):
     """(objective, nll) of one chunk, and logsumexp; the objective includes the z-loss."""
-    lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
-    picked_C = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=-1)[:, 0]
+    lse_C, picked_C = _logsumexp_and_picked(head, logits_CV, labels_C)
     nll = jnp.sum(weights_C * (lse_C - picked_C))
     return nll + head.z_loss * jnp.sum(weights_C * lse_C**2), nll, lse_C
 
@@ -121,7 +151,7 @@ def _forward(head: Head, w, h_BTD, labels_BT, weights_BT):
         # d objective / d logits = weight * (softmax * (1 + 2 z logsumexp) - onehot(label))
         scale_C = weights_C * (1 + 2 * head.z_loss * lse_C)
         g_CV = jnp.exp(logits_CV - lse_C[:, None]) * scale_C[:, None]
-        hit_CV = labels_C[:, None] == jnp.arange(vocab)
+        hit_CV = labels_C[:, None] == head.ids(vocab)
         g_CV = g_CV - jnp.where(hit_CV, weights_C[:, None], 0)
         if head.softcap is not None:
             g_CV = g_CV * (1 - jnp.square(jnp.where(g_CV == 0, 0, logits_CV) / head.softcap))
@@ -138,6 +168,8 @@ def _forward(head: Head, w, h_BTD, labels_BT, weights_BT):
     else:
         (objective, nll, dw), dh = lax.scan(body, start, chunks)
     dh_BTD = dh.reshape(-1, h_BTD.shape[-1])[: labels_BT.size].reshape(h_BTD.shape)
+    if head.axis is not None:
+        dh_BTD = lax.psum(dh_BTD, head.axis)
     return (objective, nll), (dh_BTD, dw.astype(w.dtype))
 
 
@@ -160,10 +192,11 @@ def token_logprobs(head: Head, w: jax.Array, h_BTD: jax.Array, labels_BT: jax.Ar
     def body(w, chunk):
         h_CD, labels_C = chunk
         logits_CV = _chunk_logits(head, w, h_CD)
-        picked_C = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=-1)[:, 0]
-        return picked_C - jax.nn.logsumexp(logits_CV, axis=-1)
+        lse_C, picked_C = _logsumexp_and_picked(head, logits_CV, labels_C)
+        return picked_C - lse_C
 
     vocab = w.shape[0 if head.layout == "vd" else 1]
+    h_BTD = h_BTD if head.axis is None else enter(h_BTD, head.axis)
     h, labels, _ = _flatten(h_BTD, labels_BT, labels_BT, vocab)
     _, out = lax.scan(lambda w, chunk: (w, body(w, chunk)), w, (h, labels))
     return out.reshape(-1)[: labels_BT.size].reshape(labels_BT.shape)

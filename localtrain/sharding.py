@@ -9,6 +9,7 @@ slices), fsdp (parameters and batch split), context (sequence), expert, tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,7 +31,9 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "mlp": "tensor",
     "experts": "expert",
     "batch": ("replica", "fsdp"),
+    "length": "context",
 }
+BATCH = PartitionSpec(RULES["batch"], RULES["length"])
 
 
 def mesh_sizes(mesh: MeshConfig, devices: int) -> tuple[int, ...]:
@@ -57,12 +60,17 @@ def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> 
 
 
 def partition(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
-    """Where an array with these logical axes lives. A dim that does not divide stays whole."""
+    """Where an array with these logical axes lives. A dim that does not divide stays whole.
+
+    So do vectors (norms, biases) over fsdp: they are small, and would be a collective each.
+    """
     used: set[str] = set()
     spec: list[Any] = []
+    is_vector = len(set(axes) - {"layers"}) == 1
     for dim, word in zip(shape, axes, strict=True):
         names = RULES.get(word or "", ())
         names = (names,) if isinstance(names, str) else names
+        names = () if is_vector and word == "embed" else names
         names = tuple(n for n in names if n not in used and mesh.shape[n] > 1)
         if names and dim % int(np.prod([mesh.shape[n] for n in names])) == 0:
             used.update(names)
@@ -72,9 +80,20 @@ def partition(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) 
     return PartitionSpec(*spec)
 
 
+def param_specs(mesh: Mesh, shapes: Tree, axes: Tree) -> Tree:
+    """A PartitionSpec for every parameter; `axes` has a tuple of words where `shapes` a shape."""
+    return jax.tree.map(lambda s, a: partition(mesh, s.shape, a), shapes, axes)
+
+
 def param_shardings(mesh: Mesh, shapes: Tree, axes: Tree) -> Tree:
-    """A NamedSharding for every parameter; `axes` has a tuple of words where `shapes` a shape."""
-    return jax.tree.map(lambda s, a: NamedSharding(mesh, partition(mesh, s.shape, a)), shapes, axes)
+    """A NamedSharding for every parameter."""
+    return jax.tree.map(partial(NamedSharding, mesh), param_specs(mesh, shapes, axes))
+
+
+def unsplit(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes that tokens are split over and an array of this spec is not."""
+    used = {n for names in spec for n in ((names,) if isinstance(names, str) else names or ())}
+    return tuple(axis for axis in (*RULES["batch"], RULES["length"]) if axis not in used)
 
 
 def state_shardings(mesh: Mesh, abstract_state: Tree, params: Tree) -> Tree:
@@ -92,8 +111,8 @@ def state_shardings(mesh: Mesh, abstract_state: Tree, params: Tree) -> Tree:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over replica and fsdp; the sequence stays whole."""
-    return NamedSharding(mesh, PartitionSpec(RULES["batch"], None))
+    """Rows over replica and fsdp, the tokens of a row over context."""
+    return NamedSharding(mesh, BATCH)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

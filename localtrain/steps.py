@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from localtrain import optim, sharding
 from localtrain.losses import Head, weighted_nll_sum
 from localtrain.nn.decoder import Context, Network
+from localtrain.nn.parallel import BATCH_AXES, total
 
 if TYPE_CHECKING:
     from localtrain.config import RunConfig
@@ -100,9 +101,16 @@ def batch_loss(
     context = Context(batch["tokens"], batch["positions"], batch["segments"])
     h_BTD = network.hidden(_used(params, slots), context, remat=run.train.remat)
     # Its own use of the matrix that may be the embedding too: that one is float32, for the sum.
-    w, layout = network.head(_used(params, slots, network.policy.compute_dtype))
-    head = Head(layout, network.softcap, run.train.z_loss)
+    w, head = _head(network, _used(params, slots, network.policy.compute_dtype), run.train.z_loss)
     return weighted_nll_sum(head, w, h_BTD, batch["labels"], batch["weights"])
+
+
+def _head(network: Network, params: Tree, z_loss: float = 0.0) -> tuple[jax.Array, Head]:
+    """The output matrix, or this device's part of the vocabulary, and how it is used."""
+    w, layout = network.head(params)
+    split = w.shape[0 if layout == "vd" else 1] < network.vocab
+    axis = sharding.RULES["vocab"] if split else None
+    return w, Head(layout, network.softcap, z_loss, network.spec.vocab, axis)
 
 
 def _used(params: Tree, slots: Tree | None, dtype: jnp.dtype | None = None) -> Tree:
@@ -116,15 +124,38 @@ def _used(params: Tree, slots: Tree | None, dtype: jnp.dtype | None = None) -> T
     }
 
 
-def loss_and_grads(network: Network, run: RunConfig, params: Tree, batch: Batch):
+def loss_and_grads(
+    network: Network, run: RunConfig, params: Tree, batch: Batch, mesh: Mesh | None = None
+):
     """(mean loss over trained tokens, gradients of the objective, trained tokens) of a whole batch.
 
     Gradients accumulate over micro-batches of `train.micro_batch` rows in float32; of a single one
-    they have the dtypes of `gradient_slots`.
+    they have the dtypes of `gradient_slots`. On a mesh each device does this for its own tokens;
+    the gradients are placed like the parameters.
     """
     trained = jnp.sum(batch["weights"])
     # In the weights, not as a factor of the sum: that would be a second array as large as the head.
     batch = {**batch, "weights": batch["weights"] / jnp.maximum(trained, 1)}
+    rows = batch["tokens"].shape[0]
+    sums = partial(_sums, network, run, rows // (run.train.micro_batch or rows))
+    if mesh is None or mesh.size == 1:
+        return *sums(params, batch), trained
+    places = sharding.param_specs(mesh, network.shapes, network.axes)
+
+    def local(params: Tree, batch: Batch):
+        loss, grads = sums(params, batch)
+        grads = jax.tree.map(lambda g, at: total(g, sharding.unsplit(at)), grads, places)
+        return total(loss, BATCH_AXES), grads
+
+    out = (PartitionSpec(), places)
+    everywhere = jax.shard_map(
+        local, mesh=mesh, in_specs=(places, sharding.BATCH), out_specs=out, check_vma=False
+    )
+    return *everywhere(params, batch), trained
+
+
+def _sums(network: Network, run: RunConfig, pieces: int, params: Tree, batch: Batch):
+    """(loss, gradients), summed over the micro-batches of this device's tokens."""
 
     def micro(piece: Batch):
         if network.policy.compute_dtype == network.policy.param_dtype == jnp.float32:
@@ -136,31 +167,32 @@ def loss_and_grads(network: Network, run: RunConfig, params: Tree, batch: Batch)
         (_, loss), grads = jax.value_and_grad(lambda s: objective(slots=s), has_aux=True)(slots)
         return loss, grads
 
-    rows = batch["tokens"].shape[0]
-    pieces = rows // (run.train.micro_batch or rows)
     if pieces == 1:
-        loss, grads = micro(batch)
-        return loss, grads, trained
+        return micro(batch)
 
     def accumulate(carry, piece):
         loss, grads = micro(piece)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (loss, grads)), None
 
-    # Micro-batch k takes rows k, k + pieces, ...: rows sharded in order stay on their device.
+    rows = batch["tokens"].shape[0]
     split = jax.tree.map(
         lambda x: x.reshape(rows // pieces, pieces, *x.shape[1:]).swapaxes(0, 1), batch
     )
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    (loss, grads), _ = lax.scan(accumulate, (jnp.zeros((), jnp.float32), zeros), split)
-    return loss, grads, trained
+    return lax.scan(accumulate, (jnp.zeros((), jnp.float32), zeros), split)[0]
 
 
 def train_step(
-    network: Network, run: RunConfig, state: Tree, batch: Batch, step: jax.Array
+    network: Network,
+    run: RunConfig,
+    state: Tree,
+    batch: Batch,
+    step: jax.Array,
+    mesh: Mesh | None = None,
 ) -> tuple[Tree, dict[str, jax.Array]]:
     """One optimizer update. `step` is the number (from 0) of the update this batch belongs to."""
     params = state["params"]
-    loss, grads, trained = loss_and_grads(network, run, params, batch)
+    loss, grads, trained = loss_and_grads(network, run, params, batch, mesh)
     norm = optim.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     scale = optim.clip_factor(run.optim, norm)
@@ -181,14 +213,28 @@ def train_step(
     return state, metrics
 
 
-def eval_step(network: Network, run: RunConfig, params: Tree, batch: Batch) -> jax.Array:
+def eval_step(
+    network: Network, run: RunConfig, params: Tree, batch: Batch, mesh: Mesh | None = None
+) -> jax.Array:
     """[sum of nll, trained tokens] of one batch, float32."""
-    context = Context(batch["tokens"], batch["positions"], batch["segments"])
-    h_BTD = network.hidden(params, context)
-    w, layout = network.head(params)
-    head = Head(layout, network.softcap)
-    _, nll = weighted_nll_sum(head, w, h_BTD, batch["labels"], batch["weights"])
-    return jnp.stack([nll, jnp.sum(batch["weights"])])
+
+    def local(params: Tree, batch: Batch) -> jax.Array:
+        context = Context(batch["tokens"], batch["positions"], batch["segments"])
+        h_BTD = network.hidden(params, context)
+        w, head = _head(network, params)
+        _, nll = weighted_nll_sum(head, w, h_BTD, batch["labels"], batch["weights"])
+        return total(jnp.stack([nll, jnp.sum(batch["weights"])]), BATCH_AXES)
+
+    if mesh is None or mesh.size == 1:
+        return local(params, batch)
+    places = sharding.param_specs(mesh, network.shapes, network.axes)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(places, sharding.BATCH),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(params, batch)
 
 
 class Programs(NamedTuple):
@@ -234,8 +280,10 @@ def lower(network: Network, run: RunConfig, mesh: Mesh) -> Programs:
         init, born = init_around, {k: place for k, place in places.items() if k != "params"}
     return Programs(
         init=jit(init, born).lower(seed),
-        train=jit(train_step, (places, everywhere), donate_argnums=0).lower(state, batch, step),
-        evaluate=jit(eval_step, everywhere).lower(state["params"], batch),
+        train=jit(partial(train_step, mesh=mesh), (places, everywhere), donate_argnums=0).lower(
+            state, batch, step
+        ),
+        evaluate=jit(partial(eval_step, mesh=mesh), everywhere).lower(state["params"], batch),
         state=state,
         batch=batch,
     )

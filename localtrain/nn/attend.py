@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 
 from localtrain.nn.blockwise import Kernel, blockwise
+from localtrain.nn.parallel import gather_length, index, size
 
 KERNELS = ("blockwise",)
 
@@ -29,9 +30,15 @@ def attend(
     """Causal attention [B, T, N, H] in the dtype of q, differentiable in q, k, v and sinks.
 
     segments None: one document and no padding. Order and window count places in the row, which
-    within a segment is the same as positions.
+    within a segment is the same as positions. Where devices have a stretch of the row each (mesh
+    axis context), each gathers all keys and values.
     """
     if kernel not in KERNELS:
         raise ValueError(f"attention kernel {kernel!r}: known are {', '.join(KERNELS)}")
     fixed = Kernel(scale, window, softcap)
-    return blockwise(fixed, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N)
+    start = None
+    if size("context") > 1:
+        start = index("context") * q_BTNH.shape[1]
+        k_BTKH, v_BTKH = gather_length(k_BTKH), gather_length(v_BTKH)
+        segments_BT = None if segments_BT is None else gather_length(segments_BT)
+    return blockwise(fixed, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N, start)

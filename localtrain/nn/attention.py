@@ -7,6 +7,7 @@ Qwen3 and Gemma 3 models.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 from flax import nnx
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from localtrain.nn.attend import attend
 from localtrain.nn.cached import Slots, attend_cached, empty
 from localtrain.nn.core import WEIGHT_STD, Policy, RMSNorm, linear, param
+from localtrain.nn.parallel import enter, leave, own_kv_heads
 from localtrain.nn.rope import rotate
 from localtrain.nn.spec import Gqa, Rope
 
@@ -86,8 +88,9 @@ class Attention(nnx.Module):
     def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         x_BTD = enter(x_BTD)
         q_BTNH = self._heads(x_BTD, self.wq_DNH, "bq_NH")
-        k_BTKH = self._heads(x_BTD, self.wk_DKH, "bk_KH")
-        v_BTKH = self._heads(x_BTD, self.wv_DKH, "bv_KH")
+        own = partial(own_kv_heads, kv_heads=self.spec.kv_heads)
+        k_BTKH = self._heads(x_BTD, self.wk_DKH, "bk_KH", own)
+        v_BTKH = self._heads(x_BTD, self.wv_DKH, "bv_KH", own)
         q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")
         v_BTKH = checkpoint_name(v_BTKH, "v")
         if self.spec.qk_norm is not None:
@@ -97,14 +100,13 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = rotate(q_BTNH, tables), rotate(k_BTKH, tables)
         return q_BTNH, k_BTKH, v_BTKH
 
-    def _heads(self, x_BTD: jax.Array, weight: nnx.Param, bias: str) -> jax.Array:
-        own = (lambda w: w) if bias == "bq_NH" else partial(own_kv_heads, kv_heads=self.spec.kv_heads)
-        w_DNH = own(weight[...].astype(self.dtype), dim=-2)
+    def _heads(self, x_BTD: jax.Array, weight: nnx.Param, bias: str, own=lambda w: w) -> jax.Array:
+        w_DNH = own(weight[...].astype(self.dtype))
         y_BTA = linear(x_BTD, w_DNH.reshape(w_DNH.shape[0], -1))
         y_BTNH = y_BTA.reshape(*y_BTA.shape[:2], *w_DNH.shape[1:])
-        return (
-            y_BTNH + getattr(self, bias)[...].astype(self.dtype) if self.spec.qkv_bias else y_BTNH
-        )
+        if self.spec.qkv_bias:
+            y_BTNH = y_BTNH + own(getattr(self, bias)[...].astype(self.dtype))
+        return y_BTNH
 
 
 def init_cache(spec: Gqa, batch: int, slots: int, dtype) -> dict[str, jax.Array]:

@@ -49,20 +49,25 @@ class Rows(NamedTuple):
 def blockwise(
     kernel: Kernel,
     q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segments_BT: jax.Array | None,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segments_BS: jax.Array | None,
     sinks_N: jax.Array | None,
+    start: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention [B, T, N, H]; a query of segment 0 sees nothing and gets zeros."""
-    return _forward(kernel, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N)[0]
+    """Attention [B, T, N, H]; a query of segment 0 sees nothing and gets zeros.
+
+    start: the place of the first query among the keys (int32 scalar), when the queries are a
+    stretch of T of the S; None: T = S.
+    """
+    return _forward(kernel, q_BTNH, k_BSKH, v_BSKH, segments_BS, sinks_N, start)[0]
 
 
-def _forward(kernel, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N):
+def _forward(kernel, q_BTNH, k_BSKH, v_BSKH, segments_BS, sinks_N, start=None):
     def run(block, limit, *args):
         return Blocks(kernel, block, limit, *args).forward()
 
-    args = q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N
+    args = q_BTNH, k_BSKH, v_BSKH, segments_BS, sinks_N, start
     out_BTNH, lse_BTN = _by_platform(run, args)
     out_BTNH = checkpoint_name(out_BTNH, "attention")
     lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
@@ -70,18 +75,20 @@ def _forward(kernel, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N):
 
 
 def _backward(kernel, saved, g_BTNH):
-    def run(block, limit, q, k, v, segments, sinks, out, lse, g):
-        return Blocks(kernel, block, limit, q, k, v, segments, sinks).backward(out, lse, g)
+    def run(block, limit, q, k, v, segments, sinks, start, out, lse, g):
+        return Blocks(kernel, block, limit, q, k, v, segments, sinks, start).backward(out, lse, g)
 
-    *_, segments_BT, sinks_N, out_BTNH, lse_BTN = saved
+    *_, segments_BS, sinks_N, start, out_BTNH, lse_BTN = saved
     dq, dk, dv = _by_platform(run, (*saved, g_BTNH))
     d_sinks = None
     if sinks_N is not None:
         delta_BTN = _row_sum(out_BTNH, g_BTNH)
         share_BTN = jnp.exp(sinks_N.astype(jnp.float32) - lse_BTN)
         d_sinks = -jnp.sum(share_BTN * delta_BTN, axis=(0, 1)).astype(sinks_N.dtype)
-    no_gradient = None if segments_BT is None else np.zeros(segments_BT.shape, jax.dtypes.float0)
-    return dq, dk, dv, no_gradient, d_sinks
+    none, no_start = (
+        None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in (segments_BS, start)
+    )
+    return dq, dk, dv, none, d_sinks, no_start
 
 
 blockwise.defvjp(_forward, _backward)
@@ -101,21 +108,35 @@ def _row_sum(a_BTNH: jax.Array, b_BTNH: jax.Array) -> jax.Array:
 class Blocks:
     """The rearranged inputs and the two loops over them."""
 
-    def __init__(self, kernel: Kernel, block, limit, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N):
+    def __init__(
+        self,
+        kernel: Kernel,
+        block: int,
+        limit: int | None,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        segments_BS: jax.Array | None,
+        sinks_N: jax.Array | None,
+        start: jax.Array | None = None,
+    ):
         batch, length, heads, _ = q_BTNH.shape
-        self.kernel, self.batch, self.length = kernel, batch, length
-        self.kv_heads = k_BTKH.shape[2]
+        self.kernel, self.batch, self.start = kernel, batch, start
+        self.length, self.keys_length = length, k_BSKH.shape[1]
+        self.kv_heads = k_BSKH.shape[2]
         self.group = heads // self.kv_heads
         self.block = min(block, -(-length // 16) * 16)
-        self.padded = -(-length // self.block) * self.block
+        self.padded, self.keys_padded = map(self.pad, (length, self.keys_length))
         self.dtype = q_BTNH.dtype
-        self.q_ZRH, self.k_ZSH, self.v_ZSH = map(self.to_rows, (q_BTNH, k_BTKH, v_BTKH))
+        self.q_ZRH, self.k_ZSH, self.v_ZSH = map(self.to_rows, (q_BTNH, k_BSKH, v_BSKH))
         self.rows = batch * self.kv_heads
         self.step = self.rows if limit is None else self._fitting(limit)
         self.sinks_N = sinks_N
         self.segments_ZS = None
-        if segments_BT is not None:
-            segments_BS = jnp.pad(segments_BT, ((0, 0), (0, self.padded - length)))
+        if segments_BS is not None:
+            # room for the last queries' padding too, or their slice would be moved back
+            more = self.keys_padded - self.keys_length + (0 if start is None else self.padded)
+            segments_BS = jnp.pad(segments_BS, ((0, 0), (0, more)))
             self.segments_ZS = jnp.repeat(segments_BS, self.kv_heads, axis=0)
 
     def _fitting(self, limit: int) -> int:
@@ -125,29 +146,34 @@ class Blocks:
 
     # between [B, T, heads, H] and rows ----------------------------------------------------------
 
+    def pad(self, length: int) -> int:
+        return -(-length // self.block) * self.block
+
     def to_rows(self, x_BTNH: jax.Array) -> jax.Array:
         batch, length, heads, size = x_BTNH.shape
-        group = heads // self.kv_heads
+        group, padded = heads // self.kv_heads, self.pad(length)
         x = x_BTNH.reshape(batch, length, self.kv_heads, group * size).transpose(0, 2, 1, 3)
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.padded - length), (0, 0)))
-        return x.reshape(batch * self.kv_heads, self.padded * group, size)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, padded - length), (0, 0)))
+        return x.reshape(batch * self.kv_heads, padded * group, size)
 
-    def from_rows(self, x_ZRH: jax.Array) -> jax.Array:
+    def from_rows(self, x_ZRH: jax.Array, length: int) -> jax.Array:
         size = x_ZRH.shape[-1]
-        x = x_ZRH.reshape(self.batch, self.kv_heads, self.padded, -1).transpose(0, 2, 1, 3)
-        return x[:, : self.length].reshape(self.batch, self.length, -1, size)
+        x = x_ZRH.reshape(self.batch, self.kv_heads, self.pad(length), -1).transpose(0, 2, 1, 3)
+        return x[:, :length].reshape(self.batch, length, -1, size)
 
     # the loop -----------------------------------------------------------------------------------
 
     def pairs(self) -> Rows:
-        """Every (z, t, s) whose blocks can see one another by order and window."""
+        """Every (z, t, s) whose blocks can see one another by order and window.
+
+        With a start, known only when running, every pair; `when_near` then skips.
+        """
         block, window = self.block, self.kernel.window
-        starts = range(0, self.padded, block)
         near = [
             (t, s)
-            for t in starts
-            for s in starts
-            if s <= t and (window is None or s + block - 1 > t - window)
+            for t in range(0, self.padded, block)
+            for s in range(0, self.keys_padded, block)
+            if self.start is not None or (s <= t and (window is None or s + block - 1 > t - window))
         ]
         steps = [(z, t, s) for z in range(0, self.rows, self.step) for t, s in near]
         return Rows(*(jnp.asarray(column, jnp.int32) for column in zip(*steps, strict=True)))
@@ -169,7 +195,8 @@ class Blocks:
 
     def mask(self, at: Rows) -> jax.Array:
         """bool [Z or 1, rows, keys] of one step."""
-        t_R = at.t + lax.broadcasted_iota(jnp.int32, (self.block, self.group), 0).reshape(-1, 1)
+        t_R = lax.broadcasted_iota(jnp.int32, (self.block, self.group), 0).reshape(-1, 1)
+        t_R = self.place(at) + t_R
         s_S = at.s + lax.broadcasted_iota(jnp.int32, (1, self.block), 1)
         mask = s_S <= t_R
         if self.kernel.window is not None:
@@ -181,18 +208,29 @@ class Blocks:
             mask = mask & (of_q == of_k[:, None, :]) & (of_q > 0)
         return mask
 
+    def place(self, at: Rows) -> jax.Array:
+        """The place of the first query among the keys."""
+        return at.t if self.start is None else self.start + at.t
+
     def _segments(self, at: Rows) -> tuple[jax.Array, jax.Array]:
-        of_q = self.keys(self.segments_ZS, Rows(at.z, at.t, at.t))
+        of_q = self.keys(self.segments_ZS, at._replace(s=self.place(at)))
         return of_q, self.keys(self.segments_ZS, at)
 
     def when_near(self, at: Rows, compute, otherwise):
-        """compute() unless the segments of the two blocks are all different."""
-        if self.segments_ZS is None:
+        """compute() unless the segments of the two blocks are all different, or out of reach."""
+        if self.segments_ZS is None and self.start is None:
             return compute()
-        of_q, of_k = self._segments(at)
-        low = jnp.where(of_k > 0, of_k, np.iinfo(np.int32).max).min(1)  # 0 is no segment
-        near = (of_q.max(1) >= low) & (of_q.min(1) <= of_k.max(1))
-        return lax.cond(near.any(), compute, lambda: otherwise)
+        near = jnp.array(True)
+        if self.segments_ZS is not None:
+            of_q, of_k = self._segments(at)
+            low = jnp.where(of_k > 0, of_k, np.iinfo(np.int32).max).min(1)  # 0 is no segment
+            near = ((of_q.max(1) >= low) & (of_q.min(1) <= of_k.max(1))).any()
+        if self.start is not None:
+            t = self.place(at)
+            near &= at.s <= t + self.block - 1
+            if self.kernel.window is not None:
+                near &= at.s + self.block - 1 > t - self.kernel.window
+        return lax.cond(near, compute, lambda: otherwise)
 
     def forward(self) -> tuple[jax.Array, jax.Array]:
         """Output [B, T, N, H] and log-sum-exp [B, T, N]."""
@@ -213,7 +251,8 @@ class Blocks:
         total_ZR = jnp.maximum(total_ZR, 1e-30)
         out_ZRH = out_ZRH / total_ZR[..., None]
         lse_ZR1 = (top_ZR + jnp.log(total_ZR))[..., None]
-        return self.from_rows(out_ZRH).astype(self.dtype), self.from_rows(lse_ZR1)[..., 0]
+        out_BTNH = self.from_rows(out_ZRH, self.length).astype(self.dtype)
+        return out_BTNH, self.from_rows(lse_ZR1, self.length)[..., 0]
 
     def _forward_step(self, carry, at: Rows):
         top, total, out = (self.queries(x, at) for x in carry)
@@ -247,8 +286,12 @@ class Blocks:
             jnp.zeros(self.v_ZSH.shape, jnp.float32),
         )
         (dq_ZHR, dk_ZSH, dv_ZSH), _ = lax.scan(step, start, self.pairs())
-        parts = dq_ZHR.swapaxes(1, 2), dk_ZSH, dv_ZSH
-        dq, dk, dv = (self.from_rows(x).astype(self.dtype) for x in parts)
+        parts = (
+            (dq_ZHR.swapaxes(1, 2), self.length),
+            (dk_ZSH, self.keys_length),
+            (dv_ZSH, self.keys_length),
+        )
+        dq, dk, dv = (self.from_rows(x, length).astype(self.dtype) for x, length in parts)
         return dq, dk, dv
 
     def _backward_step(self, g_ZRH, lse_ZR, delta_ZR, carry, at: Rows):

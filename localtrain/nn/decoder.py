@@ -22,6 +22,7 @@ from localtrain.nn.attention import Attention, Context, init_cache
 from localtrain.nn.cached import Slots, extend
 from localtrain.nn.core import LOGIT_STD, WEIGHT_STD, Policy, RMSNorm, draw, param, soft_cap
 from localtrain.nn.mlp import GatedMlp
+from localtrain.nn.parallel import gather_weight, look_up, refetch
 from localtrain.nn.rope import rope_tables
 from localtrain.nn.spec import Layer, Model, Rope
 
@@ -137,13 +138,14 @@ class Network:
         x_BTD, ctx = self._embed(params, ctx)
         for i, stack in enumerate(self.stacks):
             scanned = self.policy.scan and stack.repeat > 1
-            body = _rematerialise(partial(self._period, i, ctx), remat, scanned)
+            body = _rematerialise(partial(self._trained_period, i, ctx), remat, scanned)
             x_BTD, _ = self._loop(body, x_BTD, params[f"stack_{i}"], stack.repeat)
         return self._merge_ends(params).final_norm(x_BTD)
 
     def head(self, params: Params) -> tuple[jax.Array, str]:
         """The output matrix and its layout: the tied embedding "vd", or the head "dv"."""
-        return (params["embed_VD"], "vd") if self.spec.tied else (params["head_DV"], "dv")
+        name, layout = ("embed_VD", "vd") if self.spec.tied else ("head_DV", "dv")
+        return self._whole(params[name], self.shapes[name].shape, self.axes[name]), layout
 
     def logits(self, params: Params, h_BTD: jax.Array) -> jax.Array:
         """float32 [..., V] without padded columns; for short sequences (training: losses)."""
@@ -155,7 +157,8 @@ class Network:
 
     def _embed(self, params: Params, ctx: Context) -> tuple[jax.Array, Context]:
         dtype = self.policy.compute_dtype
-        x_BTD = jnp.take(params["embed_VD"], ctx.tokens_BT, axis=0).astype(dtype)
+        shape = self.shapes["embed_VD"].shape
+        x_BTD = look_up(params["embed_VD"], ctx.tokens_BT, shape, dtype)
         if self.spec.embed_scale is not None:
             x_BTD = x_BTD * jnp.asarray(self.spec.embed_scale, dtype)
         return x_BTD, dataclasses.replace(ctx, tables=self._rope_tables(ctx.positions_BT))
@@ -167,6 +170,23 @@ class Network:
     def _merge_ends(self, params: Params) -> Ends:
         names = ("embed_VD", "final_norm", "head_DV")
         return nnx.merge(self._ends, nnx.State({n: params[n] for n in names if n in params}))
+
+    def _trained_period(self, i: int, ctx: Context, x_BTD: jax.Array, weights_and_cache):
+        """`_period` on weights that may be split over fsdp."""
+        weights, cache = weights_and_cache
+        name = f"stack_{i}"
+        layers = {}
+        for layer, axes in self.axes[name].items():
+            layers[layer] = jax.tree.map(
+                lambda w, full, axes: self._whole(w, full.shape[1:], axes[1:]),
+                weights[layer],
+                self.shapes[name][layer],
+                axes,
+            )
+        return self._period(i, ctx, x_BTD, (layers, cache))
+
+    def _whole(self, w: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.Array:
+        return gather_weight(w, shape, axes, self.policy.compute_dtype)
 
     def _period(self, i: int, ctx: Context, x_BTD: jax.Array, weights_and_cache):
         """The layers of one period of stack i; with caches also what they add to them."""
@@ -279,7 +299,7 @@ class Network:
 def _rematerialise(body, remat: str, scanned: bool):
     """`none` keeps all activations, `matmuls` the named products, `full` only a layer's input."""
     if remat == "none":
-        return body
+        return refetch(body, scanned=scanned)
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}: one of {', '.join(REMAT)}")
     policy = None

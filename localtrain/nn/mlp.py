@@ -14,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from localtrain.nn.core import WEIGHT_STD, Policy, linear, param, weight_gradient
+from localtrain.nn.parallel import enter, leave
 from localtrain.nn.spec import Glu
 
 ACTIVATIONS = {
@@ -38,11 +39,13 @@ class GatedMlp(nnx.Module):
             self.b_down_D = param((dim,), ("embed",), "bias")
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x_BTD = enter(x_BTD)
         gate_BTF = self._project(x_BTD, self.w_gate_DF, "b_gate_F")
         up_BTF = self._project(x_BTD, self.w_up_DF, "b_up_F")
         gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
         up_BTF = checkpoint_name(up_BTF, "mlp_up")
-        out_BTD = glu_down(self.act, gate_BTF, up_BTF, self.w_down_FD[...].astype(self.dtype))
+        w_down_FD = self.w_down_FD[...].astype(self.dtype)
+        out_BTD = leave(glu_down(self.act, gate_BTF, up_BTF, w_down_FD))
         return out_BTD + self.b_down_D[...].astype(self.dtype) if self.bias else out_BTD
 
     def _project(self, x: jax.Array, weight: nnx.Param, bias_name: str) -> jax.Array:

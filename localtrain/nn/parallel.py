@@ -1,0 +1,151 @@
+"""What one device's program says to the others: every collective of a training step is here.
+
+The loss and its gradients run under `jax.shard_map` over the whole mesh (see `steps`), so the code
+in nn/ sees one device's part of each array and calls these functions where parts meet. Outside of
+shard_map, and on axes of size 1, each of them does nothing: one source for a laptop and a slice.
+
+The scheme: fsdp as in "ZeRO" (arXiv 1910.02054): a layer's matrices are gathered when it runs, in
+the compute dtype, and gathered again in the backward pass; their gradients are summed and scattered
+in float32. tensor as in "Megatron-LM" (arXiv 1909.08053): `enter` before a product whose columns
+are split, `leave` after one whose rows are. context: each device has a stretch of every row, and
+gathers keys and values. shard_map does not check replication here (check_vma=False): what is equal
+on all devices of an axis, gradients included, is said by enter and leave.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BATCH_AXES = ("replica", "fsdp", "context")  # tokens are split over these
+
+
+def size(axis: str) -> int:
+    """Devices along a mesh axis that the current program is split over; 1 outside of shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[axis] if axis in mesh.manual_axes else 1
+
+
+def index(axis: str) -> jax.Array | int:
+    """This device's place along an axis."""
+    return lax.axis_index(axis) if size(axis) > 1 else 0
+
+
+def total(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sum over the devices of these axes, in float32; not to be differentiated."""
+    axes = tuple(axis for axis in axes if size(axis) > 1)
+    return lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
+
+
+def enter(x: jax.Array, axis: str = "tensor") -> jax.Array:
+    """x, equal on the devices of `axis`, which then compute different things from it.
+
+    Its gradient is the sum of theirs.
+    """
+    return _enter(axis, x) if size(axis) > 1 else x
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _enter(axis: str, x: jax.Array) -> jax.Array:
+    return x
+
+
+_enter.defvjp(lambda axis, x: (x, None), lambda axis, _, g: (lax.psum(g, axis),))
+
+
+def leave(x: jax.Array, axis: str = "tensor") -> jax.Array:
+    """The sum of the x of the devices of `axis`, then equal on all; so is its gradient."""
+    return _leave(axis, x) if size(axis) > 1 else x
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _leave(axis: str, x: jax.Array) -> jax.Array:
+    return lax.psum(x, axis)
+
+
+_leave.defvjp(lambda axis, x: (lax.psum(x, axis), None), lambda axis, _, g: (g,))
+
+
+def gather_weight(w: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], dtype) -> jax.Array:
+    """A matrix whole along its `embed` axis, in `dtype`, if it is split there; else as it is.
+
+    shape: of the whole matrix, axes: its logical axes.
+    """
+    if size("fsdp") == 1 or "embed" not in axes:
+        return w
+    dim = axes.index("embed")
+    return w if w.shape[dim] == shape[dim] else _gather(dim, w.astype(dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(dim: int, w: jax.Array) -> jax.Array:
+    return lax.all_gather(w, "fsdp", axis=dim, tiled=True)
+
+
+def _scatter(dim: int, _, g: jax.Array):
+    g32 = g.astype(jnp.float32)  # a sum over tokens, as that over micro-batches is
+    g32 = lax.psum_scatter(g32, "fsdp", scatter_dimension=dim, tiled=True)
+    return (g32.astype(g.dtype),)
+
+
+_gather.defvjp(lambda dim, w: (_gather(dim, w), None), _scatter)
+
+
+def gather_length(x: jax.Array) -> jax.Array:
+    """[B, T, ...] of this device's stretch to [B, S, ...] of the whole rows."""
+    if size("context") == 1:
+        return x
+    return lax.all_gather(x, "context", axis=1, tiled=True)
+
+
+def own_kv_heads(w: jax.Array, kv_heads: int) -> jax.Array:
+    """The key/value head that this device's queries need, when there are fewer than devices.
+
+    w [..., K, H] has all kv heads; the queries of one of them are on size / kv_heads devices.
+    """
+    ways = size("tensor")
+    if ways == 1 or kv_heads % ways == 0:
+        return w  # already split, like the heads
+    mine = index("tensor") * kv_heads // ways
+    return lax.dynamic_slice_in_dim(enter(w), mine, 1, axis=w.ndim - 2)
+
+
+def look_up(table_VD: jax.Array, ids_BT: jax.Array, shape: tuple[int, int], dtype) -> jax.Array:
+    """table[ids], [B, T, D] in `dtype`, of a table of `shape` that may be split on both axes.
+
+    Split over fsdp, each device looks up its channels for the tokens of all, then they exchange:
+    this moves activations, a tenth or less of the table, and the table's gradient needs no sum.
+    """
+    split_v, split_d = table_VD.shape[0] < shape[0], table_VD.shape[1] < shape[1]
+    if split_d:
+        ids_BT = lax.all_gather(ids_BT, "fsdp", axis=0, tiled=True)
+    if split_v:
+        rows = table_VD.shape[0]
+        ids_BT = ids_BT - index("tensor") * rows
+        here_BT = (ids_BT >= 0) & (ids_BT < rows)
+        x_BTD = jnp.take(table_VD, jnp.clip(ids_BT, 0, rows - 1), axis=0).astype(dtype)
+        x_BTD = leave(jnp.where(here_BT[..., None], x_BTD, 0))
+    else:
+        x_BTD = jnp.take(table_VD, ids_BT, axis=0).astype(dtype)
+    if split_d:
+        x_BTD = lax.all_to_all(x_BTD, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+    return x_BTD
+
+
+def refetch(body, *, scanned: bool):
+    """`body` of a layer, keeping for the backward pass all but what came from other devices.
+
+    Without it the gathered matrices of all layers would be kept: the whole model on each device.
+    """
+    if size("fsdp") == 1 and size("context") == 1:
+        return body
+    return jax.checkpoint(body, policy=_is_ours, prevent_cse=not scanned)
+
+
+def _is_ours(primitive, *_, **params) -> bool:
+    """Whether to keep a value: not if gathered, nor if only the shape or type of one."""
+    cheap = ("reshape", "convert_element_type", "transpose", "squeeze", "broadcast_in_dim")
+    return primitive.name not in ("all_gather", *cheap)
