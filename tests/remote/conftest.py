@@ -102,7 +102,7 @@ def gs(gs_server):
     return gs_server
 
 
-@pytest.fixture(params=["s3", "gs"])
+@pytest.fixture(params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def remote(request):
-    """Each store in turn."""
+    """Each store in turn; gcsfs waits seconds before it tries again, so that one is slow."""
     return request.getfixturevalue(request.param)

@@ -2,6 +2,9 @@
 
 import logging
 import os
+import re
+import subprocess
+import sys
 import uuid
 
 import pytest
@@ -98,6 +101,26 @@ def test_refusals_are_not_repeated_and_say_what_to_do(remote, top):
 def test_a_bucket_that_is_not_there_is_named(remote):
     with pytest.raises(StorageError, match="no such bucket"):
         storage.write_atomic(f"{remote.kind}://no-such-bucket-{uuid.uuid4().hex}/f", b"x")
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_without_credentials_or_network_one_paragraph_says_so(scheme, tmp_path):
+    pytest.importorskip({"gs": "gcsfs", "s3": "s3fs"}[scheme])
+    if subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
+        pytest.skip("a process without a network cannot be made here")
+    place = f"{scheme}://bucket/run"
+    command = [sys.executable, "-m", "localtrain", "train", "quickstart", "--out", place]
+    done = subprocess.run(
+        ["unshare", "-rn", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 6, done.stderr
+    assert re.fullmatch(
+        r"error: .* cannot be reached \(.*\)\. No .* credentials were .*\n", done.stderr
+    )
 
 
 def test_of_two_that_create_an_object_one_succeeds(s3):

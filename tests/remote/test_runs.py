@@ -136,6 +136,7 @@ def committed(out):
     return Checkpoints(storage.join(out, "checkpoints")).steps()
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_numbers_on_every_store(folder, reference, remote):
     out = place(remote)
     done = train(folder, out)
@@ -171,6 +172,7 @@ def test_a_killed_run_goes_on_exactly(folder, reference, s3):
     assert sum(name.startswith("tensorboard/") for name in names) == 2  # one for each attempt
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_an_upload_loses_nothing(folder, reference, s3):
     out = place(s3)
     s3.proxy.rule(("delay", 30), "PUT", r"checkpoints/10/.*", times=1000)
@@ -185,6 +187,7 @@ def test_a_kill_in_the_middle_of_an_upload_loses_nothing(folder, reference, s3):
     assert arrays(out, 20) == reference[1]
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_the_same_command_goes_on(folder, reference, gs):
     out = place(gs)
     process = start(folder, out)
@@ -197,6 +200,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(folder, reference, gs):
     assert rows(out) == reference[0]
 
 
+@pytest.mark.slow
 def test_a_fifth_of_all_requests_failing_changes_nothing(folder, reference, s3):
     out = place(s3)
     s3.proxy.chance(0.2, ("status", 503), ("status", 429))
@@ -211,6 +215,7 @@ def test_a_fifth_of_all_requests_failing_changes_nothing(folder, reference, s3):
     assert "requests were repeated" in storage.read_text(storage.join(out, "log.txt"))
 
 
+@pytest.mark.slow
 def test_a_second_run_on_the_same_url_is_turned_away(folder, s3):
     out = place(s3)
     first = start(folder, out, "train.steps=100000")
@@ -222,6 +227,7 @@ def test_a_second_run_on_the_same_url_is_turned_away(folder, s3):
     assert first.returncode == 75
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_for_good_ends_the_run_and_keeps_what_was_saved(folder, s3):
     out = place(s3)
     process = start(folder, out, "train.steps=100000", "checkpoint.every=5")
@@ -234,6 +240,7 @@ def test_a_store_that_fails_for_good_ends_the_run_and_keeps_what_was_saved(folde
     assert committed(out)
 
 
+@pytest.mark.slow
 def test_a_run_at_a_url_is_used_like_a_local_one(folder, s3, tmp_path):
     out, hub = place(s3), place(s3)
     train(folder, out, "train.steps=10")
