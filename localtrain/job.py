@@ -87,7 +87,7 @@ def make_network(run: RunConfig, hf: dict[str, Any], where: str, backend: Backen
 
 def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:
     """Compile the three programs side by side. Raises OutOfMemoryError with advice."""
-    mesh = run_mesh(run)
+    mesh = run_mesh(run, network=network)
     cache, began = compile_cache.enable(), time.monotonic()
     before = cache.hits
     programs = steps.lower(network, run, mesh)
@@ -113,7 +113,11 @@ def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:
     )
 
 
-def run_mesh(run: RunConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def run_mesh(
+    run: RunConfig,
+    devices: Sequence[jax.Device] | None = None,
+    network: Network | None = None,
+) -> jax.sharding.Mesh:
     """The devices (None: this process's) as the run wants them, or ConfigError.
 
     Every device gets the same number of rows of every micro-batch.
@@ -127,6 +131,8 @@ def run_mesh(run: RunConfig, devices: Sequence[jax.Device] | None = None) -> jax
             f"{key} = {rows} rows cannot be split evenly over {ways} devices (mesh.replica x "
             f"mesh.fsdp): make it a multiple of {ways}, for example {-(-rows // ways) * ways}."
         )
+    if network is not None:
+        sharding.check_model(mesh, run.data.seq_len, network.spec)
     return mesh
 
 

@@ -84,7 +84,7 @@ def plan(
     place = _target(device or topology, backend, devices) if device or topology else None
     place = place or _here(run, backend, devices)
     network = make_network(run, start.hf, start.name, place.backend)
-    programs = steps.lower(network, run, run_mesh(run, place.devices))
+    programs = steps.lower(network, run, run_mesh(run, place.devices, network))
     began = time.monotonic()
     with memory_advice(run):
         step = programs.train.compile(compiler_options=place.backend.compiler_options(run))

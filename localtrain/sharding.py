@@ -2,13 +2,15 @@
 
 Parameters and activations carry logical axis names (embed, heads, mlp, vocab, ...). `RULES` says
 which mesh axis each word is split over. Everything else (optimizer state, gradients, checkpoints)
-follows from the parameters' placement. Mesh axes, outermost first: replica (whole copies, across
-slices), fsdp (parameters and batch split), context (sequence), expert, tensor.
+follows from the parameters' placement. The train step runs under `jax.shard_map` on these parts
+and says itself what devices exchange (nn/parallel.py). Mesh axes, outermost first: replica (whole
+copies, across slices), fsdp (parameters and batch split), context (sequence), expert, tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from localtrain.errors import ConfigError
 if TYPE_CHECKING:
     from localtrain.config import MeshConfig
 
+log = logging.getLogger(__name__)
 Tree = Any
 AXES = ("replica", "fsdp", "context", "expert", "tensor")
 RULES: dict[str, str | tuple[str, ...]] = {
@@ -44,12 +47,89 @@ def mesh_sizes(mesh: MeshConfig, devices: int) -> tuple[int, ...]:
         sizes[sizes.index(-1)] = devices // fixed
     if int(np.prod(sizes)) != devices:
         given = ", ".join(f"{a}: {getattr(mesh, a)}" for a in AXES if getattr(mesh, a) != 1)
+        near = " ".join(
+            f"mesh.{axis}={size}"
+            for axis, size in zip(AXES, _nearest_sizes(sizes, devices), strict=True)
+            if size != getattr(mesh, axis) and getattr(mesh, axis) != -1
+        )
         raise ConfigError(
             f"the mesh ({given}) does not fit {devices} device{'s' if devices > 1 else ''}: the "
-            f"product of its sizes must be {devices}. Set one axis to -1 to let it take what is "
-            f"left, for example mesh.fsdp=-1."
+            f"product of its sizes must be {devices} (-1 takes what is left). Nearest that fits: "
+            f"{near}; or run on {fixed} devices."
         )
     return tuple(sizes)
+
+
+def _nearest_sizes(wanted: Sequence[int], devices: int) -> tuple[int, ...]:
+    """The sizes whose product is `devices` that are nearest to the wanted ones; -1 may be any."""
+
+    def splits(left: int, axes: int) -> Iterator[tuple[int, ...]]:
+        if axes == 1:
+            yield (left,)
+            return
+        for first in (d for d in range(1, left + 1) if left % d == 0):
+            yield from ((first, *rest) for rest in splits(left // first, axes - 1))
+
+    def distance(sizes: tuple[int, ...]) -> float:
+        near = zip(sizes, wanted, strict=True)
+        return sum(abs(np.log2(s / w)) + 0.01 * (s != w) for s, w in near if w != -1)
+
+    return min(splits(devices, len(wanted)), key=distance)
+
+
+def check_model(mesh: Mesh, seq_len: int, spec: Any) -> None:
+    """ConfigError when a model (nn.spec.Model) or its rows cannot be split like that.
+
+    Over `tensor` every device has whole query heads. Fewer key/value heads than devices are kept on
+    all of them, and each device computes the one that its queries need.
+    """
+    ways = mesh.shape["tensor"]
+    if wrong := _indivisible(spec, ways):
+        most = max(layer.mixer.heads for layer in spec.layers)
+        fits = [n for n in range(1, most + 1) if not _indivisible(spec, n)]
+        raise ConfigError(
+            f"mesh.tensor = {ways} devices cannot share {wrong} of this model evenly: mesh.tensor "
+            f"can be {', '.join(map(str, fits))}, nearest {_nearest_of(fits, ways)}."
+        )
+    ways = mesh.shape["context"]
+    if seq_len % ways:
+        fits = [n for n in range(1, seq_len + 1) if seq_len % n == 0]
+        raise ConfigError(
+            f"data.seq_len = {seq_len} tokens cannot be split evenly over mesh.context = {ways} "
+            f"devices: take mesh.context={_nearest_of(fits, ways)} or "
+            f"data.seq_len={-(-seq_len // ways) * ways}."
+        )
+    if mesh.shape["expert"] > 1:
+        raise ConfigError(
+            f"mesh.expert = {mesh.shape['expert']}: this model has no experts to split; take "
+            f"mesh.expert=1 and mesh.fsdp=-1."
+        )
+    if spec.dim % mesh.shape["fsdp"]:
+        fits = [n for n in range(1, spec.dim + 1) if spec.dim % n == 0]
+        log.warning(
+            "mesh.fsdp = %d does not divide the model's dim = %d: every device holds the whole "
+            "model and optimizer state; with mesh.fsdp=%d they are split",
+            mesh.shape["fsdp"],
+            spec.dim,
+            _nearest_of(fits, mesh.shape["fsdp"]),
+        )
+
+
+def _indivisible(spec: Any, ways: int) -> str:
+    """What of a model cannot be split over so many devices, in words; empty when all can."""
+    for layer in spec.layers:
+        mixer, ffn = layer.mixer, layer.ffn
+        if mixer.heads % ways:
+            return f"the {mixer.heads} heads"
+        if mixer.kv_heads % ways and ways % mixer.kv_heads:
+            return f"the {mixer.kv_heads} kv_heads"
+        if ffn.hidden % ways:
+            return f"the hidden dim {ffn.hidden}"
+    return ""
+
+
+def _nearest_of(values: Sequence[int], wanted: int) -> int:
+    return min(values, key=lambda n: (abs(n - wanted), n))
 
 
 def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -84,7 +84,7 @@ def train(
     network, tokenizer = make_network(run, start.hf, start.name, place), start.tokenizer
     if not dry_run:
         place.initialize()
-    run_mesh(run)  # before hours of tokenizing
+    run_mesh(run, network=network)  # before hours of tokenizing
     if dry_run:
         return Result(out or f"runs/{run.name}", facts=describe(run, network))
     with StopSignal.install() as stop, RunDirectory.open(out, run, override) as home:

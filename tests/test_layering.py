@@ -23,6 +23,7 @@ ALLOWED = {
     "sharding": BASE,
     "runtime": BASE,
     "oom": BELOW,
+    "hlo": set(),
     "compile_cache": BASE,
     "nn": BELOW,
     "models": BELOW | {"nn", "configs"},
@@ -79,7 +80,7 @@ WITHOUT_JAX = (
     "report",
     "doctor",
 )
-LIGHT = ("errors", "config", "storage", "backend")
+LIGHT = ("errors", "config", "storage", "backend", "hlo")
 
 
 def parts() -> dict[str, list[Path]]:

@@ -1,0 +1,221 @@
+"""What a compiled program does, read from its text: collectives and FLOPs, loops multiplied out.
+
+XLA's own `cost_analysis` counts the body of a loop once, so a model of 28 scanned layers costs it
+one layer. Here every instruction counts as often as it runs: the loops around it have known trip
+counts in the text (`Compiled.as_text()`) of the CPU, GPU and TPU compilers. Of a conditional the
+branch with most FLOPs counts. No jax here: the text may come from anywhere.
+
+Names as in "XLA: operation semantics" (openxla.org/xla/operation_semantics).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}  # others: in the name
+
+_HEAD = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s+\(.*\{\s*$")
+_LINE = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|called_computations)=\{?%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"?known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)')
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_MESH = re.compile(r"replica_groups=@?mesh\w*\[([^\]]*)\](?:[^{]*)\{([^}]*)\}")
+_CONTRACT = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
+
+
+@dataclass(frozen=True)
+class Instruction:
+    name: str
+    type: str  # as written: f32[8,16]{1,0}, or a tuple of these
+    op: str
+    rest: str  # operands and attributes, as written
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(element type, dims) of each array of the result."""
+        return [(t, _numbers(dims)) for t, dims in _ARRAY.findall(self.type)]
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of what it takes."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
+
+
+@dataclass(frozen=True)
+class Use:
+    """An instruction as it runs: how often, and in which loops (names of their bodies)."""
+
+    instruction: Instruction
+    computation: str
+    times: int
+    loops: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One exchange. bytes: of the whole array that is gathered, summed or moved, on one device."""
+
+    kind: str
+    bytes: int
+    group_size: int  # devices that talk to one another
+    groups: tuple[tuple[int, ...], ...]  # their numbers; () = all together, or not said
+    times: int
+    loops: tuple[str, ...]
+    type: str
+    op_name: str  # where it comes from in the traced program
+
+
+@dataclass
+class Program:
+    """The computations of a module; `walk` goes through them as they run."""
+
+    computations: dict[str, list[Instruction]] = field(default_factory=dict)
+    entry: str = ""
+    devices: int = 1
+
+    def walk(self, name: str | None = None, times: int = 1, loops=()) -> Iterator[Use]:
+        """Every instruction that runs, inner computations included."""
+        name = name or self.entry
+        for one in self.computations.get(name, ()):
+            yield Use(one, name, times, loops)
+            if one.op.endswith(("-done", "-update")):  # names the computation of its start again
+                continue
+            if one.op == "conditional":
+                yield from self._largest_branch(one, times, loops)
+                continue
+            for called in _CALLED.findall(one.rest):
+                if one.op == "while":
+                    yield from self.walk(called, times * trips(one), (*loops, called))
+                elif one.op in ("fusion", "call", "async-start", "custom-call"):
+                    yield from self.walk(called, times, loops)
+
+    def _largest_branch(self, one: Instruction, times: int, loops) -> Iterator[Use]:
+        found = _BRANCHES.findall(one.rest)
+        names = [n.strip(" %") for many, single in found for n in (many or single).split(",")]
+        branches = [list(self.walk(name, times, loops)) for name in names]
+        yield from max(branches, key=lambda uses: sum(map(self._flops, uses)), default=[])
+
+    def collectives(self) -> list[Collective]:
+        """Every exchange between devices, in the order of the text."""
+        return [c for use in self.walk() if (c := self._collective(use)) is not None]
+
+    def _collective(self, use: Use) -> Collective | None:
+        one = use.instruction
+        kind = one.op.removesuffix("-start")
+        if kind not in KINDS:
+            return None
+        groups = replica_groups(one.rest)
+        size = len(groups[0]) if groups else self.devices
+        arrays = [_bytes(*shape) for shape in one.shapes]
+        if one.op.endswith("-start") and kind != "all-reduce":
+            arrays = arrays[len(arrays) // 2 :] if kind == "all-gather" else arrays[-1:]
+        count = sum(arrays) * (size if kind == "reduce-scatter" else 1)
+        name = re.search(r'op_name="([^"]*)"', one.rest)
+        return Collective(
+            kind, count, size, groups, use.times, use.loops, one.type, name[1] if name else ""
+        )
+
+    def flops(self) -> int:
+        """FLOPs of the matrix products on one device, 2 a multiply-add."""
+        return sum(map(self._flops, self.walk()))
+
+    def _flops(self, use: Use) -> int:
+        one = use.instruction
+        is_product = one.op == "dot" or (one.op == "custom-call" and "gemm" in one.rest)
+        contract = _CONTRACT.search(one.rest) if is_product else None
+        if contract is None:
+            return 0
+        inputs = {i.name: i for i in self.computations[use.computation]}
+        typed = _ARRAY.findall(one.rest.split("), ")[0])  # older texts repeat the operand's type
+        lhs = inputs.get(one.operands[0])
+        dims = _numbers(typed[0][1]) if typed else lhs.shapes[0][1]
+        inner = math.prod(dims[d] for d in _numbers(contract[1].replace('"', "")))
+        return 2 * math.prod(one.shapes[0][1]) * inner * use.times
+
+
+def read(text: str) -> Program:
+    """A program from `Compiled.as_text()`."""
+    program, current = Program(), []
+    if found := re.search(r"\bnum_partitions=(\d+)", text[:100_000]):
+        program.devices = int(found[1])
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            current = program.computations.setdefault(head[2], [])
+            program.entry = head[2] if head[1] else program.entry
+        elif found := _LINE.match(line):
+            current.append(Instruction(*found.groups()))
+    return program
+
+
+def trips(one: Instruction) -> int:
+    """How often a loop runs; 1 where the compiler does not know."""
+    found = _TRIPS.search(one.rest)
+    return int(found[1]) if found else 1
+
+
+def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of devices of a collective, in any of the ways that XLA writes them."""
+    if found := _IOTA.search(attributes):
+        shape, dims = _numbers(found[1]), _numbers(found[2])
+        order = _numbers(found[3]) if found[3] else tuple(range(len(dims)))
+        flat = _transposed(dims, order)
+        width = shape[-1]
+        return tuple(tuple(flat[i : i + width]) for i in range(0, len(flat), width))
+    if found := _LISTS.search(attributes):
+        return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", found[1]))
+    if found := _MESH.search(attributes):
+        sizes = {n: int(s) for n, s in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        inside = set(re.findall(r"'([^']+)'", found[2]))
+        names = list(sizes)
+        last = [n for n in names if n not in inside] + [n for n in names if n in inside]
+        order = tuple(names.index(n) for n in last)
+        flat = _transposed(tuple(sizes.values()), order)
+        width = math.prod(sizes[n] for n in inside)
+        return tuple(tuple(flat[i : i + width]) for i in range(0, len(flat), width))
+    return ()
+
+
+def by_kind(collectives: list[Collective]) -> dict[str, dict[str, int]]:
+    """kind -> {count, bytes} on one device in one run of the program."""
+    found: dict[str, dict[str, int]] = {}
+    for one in collectives:
+        row = found.setdefault(one.kind, {"count": 0, "bytes": 0})
+        row["count"] += one.times
+        row["bytes"] += one.times * one.bytes
+    return found
+
+
+def _transposed(dims: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
+    """0, 1, 2, ... as an array of `dims`, transposed, as a flat list."""
+    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    flat = [0]
+    for axis in order:
+        flat = [base + k * strides[axis] for base in flat for k in range(dims[axis])]
+    return flat
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
+
+
+def _bytes(kind: str, dims: tuple[int, ...]) -> int:
+    bits = BITS.get(kind)
+    if bits is None:
+        digits = re.match(r"[a-z]+(\d+)", kind)  # f32, s8, f8e4m3fn
+        bits = int(digits[1]) if digits else 0
+    return math.prod(dims) * bits // 8
