@@ -112,13 +112,13 @@ def open_file(path: str, mode: str = "rb") -> IO:
 
 def exists(path: str) -> bool:
     if is_url(path):
-        return _remote("look for", path, lambda fs, key: fs.exists(key))
+        return _far().kind(path) is not None
     return os.path.exists(local_path(path))
 
 
 def is_dir(path: str) -> bool:
     if is_url(path):
-        return _remote("look at", path, lambda fs, key: fs.isdir(key))
+        return _far().kind(path) == "directory"
     return os.path.isdir(local_path(path))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import io
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,18 +49,33 @@ def stamp_of(entry: dict) -> str:
     return next((str(entry[name]) for name in names if entry.get(name)), "")
 
 
+def kind(path: str) -> str | None:
+    """ "file", "directory", or None where there is nothing.
+
+    fsspec's own exists, isdir, isfile and glob take some failures for "no"; these raise.
+    """
+    try:
+        return call("look for", path, lambda filesystem, key: filesystem.info(key)["type"])
+    except FileNotFoundError:
+        return None
+
+
 def find(pattern: str) -> list[tuple[str, dict]]:
     """(URL, entry) of what matches a glob, or of all files below a folder."""
+    protocol = pattern[: pattern.index("://")]
+    magic = any(mark in pattern for mark in "*?[")
+    if protocol.startswith("http"):  # where "?" begins a query
+        magic = "*" in pattern
+    if not magic and kind(pattern) == "file":
+        return [(pattern, call("look at", pattern, lambda filesystem, key: filesystem.info(key)))]
 
     def look(filesystem: Any, key: str) -> list[tuple[str, dict]]:
-        if any(mark in key for mark in "*?[") and not (
-            protocol.startswith("http") and "*" not in key
-        ):
-            found = filesystem.glob(key, detail=True)
-        elif filesystem.isfile(key):
-            return [(pattern, filesystem.info(key))]
-        else:
+        if not magic:
             found = filesystem.find(key, detail=True)
+        elif protocol.startswith("http"):
+            found = filesystem.glob(key, detail=True)
+        else:
+            found = _glob(filesystem, key)
         return [
             # memory:// names begin with "/", object stores name bucket/key, http gives whole URLs
             (name if "://" in name else f"{protocol}://{name.lstrip('/')}", entry)
@@ -65,8 +83,29 @@ def find(pattern: str) -> list[tuple[str, dict]]:
             if entry.get("type", "file") == "file"
         ]
 
-    protocol = pattern[: pattern.index("://")]
     return call("list", pattern, look)
+
+
+def _glob(filesystem: Any, key: str) -> dict[str, dict]:
+    """Name -> entry of what matches; folders are listed one level at a time, but below a `**`."""
+    parts = key.split("/")
+    first = next(i for i, part in enumerate(parts) if any(mark in part for mark in "*?["))
+    found = {"/".join(parts[:first]): {"type": "directory"}}
+    for part in parts[first:]:
+        if "**" in part:
+            from fsspec.utils import glob_translate
+
+            fits = re.compile(glob_translate(key))
+            below = [filesystem.find(top, detail=True) for top in found]
+            return {name: e for many in below for name, e in many.items() if fits.match(name)}
+        listed = {}
+        for top, entry in found.items():
+            if entry["type"] == "directory":
+                with contextlib.suppress(FileNotFoundError):
+                    listed |= {e["name"].rstrip("/"): e for e in filesystem.ls(top, detail=True)}
+        names = re.compile(fnmatch.translate(part))
+        found = {n: e for n, e in listed.items() if names.match(n.rsplit("/", 1)[-1])}
+    return found
 
 
 def find_below(folder: str) -> dict[str, int]:
@@ -233,8 +272,7 @@ def remove_tree(path: str) -> None:
 
     def remove(filesystem: Any, key: str) -> None:
         filesystem.invalidate_cache()
-        if filesystem.exists(key):
-            filesystem.rm(key, recursive=True)
+        filesystem.rm(key, recursive=True)
 
     try:
         call("remove", path, remove)

@@ -3,6 +3,8 @@
 import logging
 import os
 import secrets
+import subprocess
+import sys
 import uuid
 
 import jax
@@ -13,6 +15,7 @@ import pytest
 from localtrain import checkpoint, commit, storage
 from localtrain.checkpoint import Checkpoints, find_checkpoint, restore_params
 from localtrain.errors import BusyError, DataError, StorageError
+from localtrain.stage import Stage
 from localtrain.storage import retry
 
 
@@ -203,3 +206,51 @@ def test_the_commit_is_the_last_object_written(s3):
     written = [path for method, path in s3.proxy.requests if method == "PUT"]
     assert written[-1].endswith("/1/commit.json") and len(written) > 5
     assert not any("commit.json" in path for path in written[:-1])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if os.name != "posix" or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_local_disk_on_the_way_is_said_and_nothing_is_lost(small_disk, monkeypatch):
+    url = f"memory://{uuid.uuid4().hex}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk))
+    writer = Checkpoints(url)
+    writer.save(1, {"x": jnp.ones(1000)}, {}, block=True)
+    writer.save(2, {"x": jnp.ones(1_000_000)}, {})
+    with pytest.raises(StorageError, match=r"step 2 .*the disk is full.*\[1\] are intact"):
+        writer.wait()
+    assert Checkpoints(url).steps() == [1]
+    assert os.listdir(small_disk / "localtrain" / "stage") == []
+    big = Checkpoints(f"memory://{uuid.uuid4().hex}")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    big.save(3, {"x": jnp.ones(1_000_000)}, {}, block=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk))
+    with pytest.raises(StorageError, match=r"the disk is full: could not write .*stage"):
+        Checkpoints(big.folder).restore(None, {"x": jnp.ones(1_000_000)})
+
+
+def test_what_a_killed_process_left_on_the_disk_is_removed_by_the_next(tmp_path):
+    code = (
+        "import os, signal; from localtrain.stage import Stage; s = Stage(); "
+        "(s.path / 'big').write_bytes(b'x'); print(s.path); "
+        "import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert os.path.isfile(os.path.join(left.strip(), "big"))
+    in_use = Stage()
+    (in_use.path / "mine").write_bytes(b"x")
+    other = Stage()
+    assert not os.path.exists(left.strip())
+    assert (in_use.path / "mine").exists() and other.path != in_use.path
+    in_use.close()
+    other.close()
+    assert os.listdir(tmp_path / "cache" / "localtrain" / "stage") == []

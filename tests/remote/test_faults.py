@@ -69,6 +69,28 @@ def test_a_write_that_failed_twice_is_repeated_and_told(remote, top, action, cap
     assert f"{told} requests were repeated" in storage.retry_report()
 
 
+def test_a_failing_list_is_never_taken_for_an_empty_one(remote, top, monkeypatch):
+    for name in ("a.txt", "b.txt", "d/c.txt"):
+        storage.write_atomic(storage.join(top, name), b"x")
+    remote.proxy.chance(0.5, ("status", 503), ("status", 429))
+    monkeypatch.setattr(retry, "ATTEMPTS", 40)
+    for _ in range(10 if remote.kind == "s3" else 1):
+        assert storage.exists(storage.join(top, "a.txt")) and storage.is_dir(top)
+        assert len(storage.list_files(storage.join(top, "*.txt"))) == 2
+        assert len(storage.list_files(storage.join(top, "*", "*.txt"))) == 1
+        assert len(storage.list_files(storage.join(top, "**", "*.txt"))) == 3
+        assert len(storage.list_files(top)) == 3
+        assert storage.list_dir(top) == ["a.txt", "b.txt", "d"]
+    remote.proxy.clear()
+    monkeypatch.setattr(retry, "ATTEMPTS", 2)
+    remote.proxy.rule(("status", 503), times=10_000)
+    looks = (storage.exists, storage.is_dir, storage.list_files, storage.list_dir)
+    for look in looks if remote.kind == "s3" else looks[:1]:
+        with pytest.raises(StorageError, match="503"):
+            look(storage.join(top, "d"))
+    remote.proxy.clear()
+
+
 def test_a_body_that_was_cut_is_read_again(remote, top):
     path = storage.join(top, "f")
     storage.write_atomic(path, bytes(range(256)) * 100)
