@@ -16,8 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FaultProxy:
-    def __init__(self, port, serial=False):
+    def __init__(self, port, serial=False, mend=None):
         self.port_behind = port
+        self.mend = mend or (lambda body: body)  # what a store misreads, made plain
         self.requests = []
         self.faults = 0
         self._rules, self._chances = [], []
@@ -113,6 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _forward(self, body):
         behind = http.client.HTTPConnection("127.0.0.1", self.owner.port_behind, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
+        body = self.owner.mend(body)
+        if "Content-Length" in headers:
+            headers["Content-Length"] = str(len(body))
         behind.request(self.command, self.path, body, headers)
         response = behind.getresponse()
         answer = response.read()

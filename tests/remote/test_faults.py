@@ -34,6 +34,9 @@ def test_the_whole_interface_works_on_a_real_store(top, tmp_path):
     assert storage.read_range(path, 2, 5) == b"234"
     assert storage.read_ranges(path, [(0, 2), (9, 10)]) == [b"01", b"9"]
     assert storage.info(path).size == 10 and storage.info(path).stamp
+    for data in (b"x\r", b"x\n", b"x\r\n", b""):
+        storage.write_atomic(path, data)
+        assert storage.read_bytes(path) == data
     storage.write_atomic(path, [b"ab", b"cd"])  # a newer one: nothing stale is read
     assert storage.info(path).size == 4
     with storage.open_file(path) as file:
