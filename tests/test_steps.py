@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from localtrain import optim, sharding, steps
+from localtrain import optim, steps
 from localtrain.config import RunConfig
 from localtrain.losses import Head, weighted_nll_sum
 from localtrain.models import read_hub_config, spec_from
@@ -225,11 +225,3 @@ def test_eval_loss_does_not_depend_on_the_batch_size(network, params):
         parts += np.asarray(evaluate(piece), np.float64)
     np.testing.assert_allclose(parts, whole, rtol=1e-6)
     assert parts[1] == batch["weights"].sum()
-
-
-def test_mesh_sizes_take_what_is_left_and_refuse_what_does_not_fit():
-    mesh = make_run().mesh
-    assert sharding.mesh_sizes(mesh, 8) == (1, 8, 1, 1, 1)
-    fixed = mesh.model_copy(update={"fsdp": 2, "tensor": 3})
-    with pytest.raises(Exception, match=r"fsdp: 2, tensor: 3.*8 devices.*mesh.fsdp=-1"):
-        sharding.mesh_sizes(fixed, 8)

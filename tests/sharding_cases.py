@@ -1,0 +1,180 @@
+"""Run by test_sharding.py in a process of its own with forced devices; prints one JSON object.
+
+python tests/sharding_cases.py equal 4 | programs 4
+"""
+
+import dataclasses
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from localtrain import hlo, optim, sharding, steps
+from localtrain.config import RunConfig
+from localtrain.models import read_hub_config, spec_from
+from localtrain.nn.core import Policy
+from localtrain.nn.decoder import build
+
+B, T, SHORT = 8, 48, 200
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def models():
+    """plain: tied head, q/k norms. options: everything that a layer may have, untied head."""
+    plain = spec_from({**read_hub_config("qwen3-tiny"), **SIZES})
+    layer = plain.layers[0]
+    mixer = dataclasses.replace(
+        layer.mixer, qkv_bias=True, out_bias=True, sinks=True, window=10, softcap=20.0
+    )
+    ffn = dataclasses.replace(layer.ffn, bias=True, act="gelu_tanh")
+    local = dataclasses.replace(layer, mixer=mixer, ffn=ffn, residual="sandwich")
+    options = dataclasses.replace(
+        plain, layers=(local, layer, local), tied=False, softcap=30.0, embed_scale=4.0
+    )
+    return {"plain": plain, "options": options}
+
+
+def make_run(mesh=None, micro_batch=None, **data) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"preset": "qwen3-tiny"},
+            "data": {"sources": "unused", "seq_len": T, **data},
+            "train": {"batch_size": B, "micro_batch": micro_batch, "z_loss": 1e-3},
+            "optim": {"name": "sgd", "lr": 0.1, "warmup": 0, "schedule": "constant"},
+            "mesh": {"fsdp": 1, **(mesh or {})},
+        }
+    )
+
+
+def make_batch() -> dict[str, np.ndarray]:
+    """Packed rows: documents of 1 to 20 tokens that lie across every cut, padding at the end."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, SHORT, (B, T + 1), dtype=np.int32)
+    segments, positions = np.zeros((2, B, T), np.int32)
+    weights = (random.uniform(size=(B, T)) < 0.8).astype(np.float32)
+    for row in range(B):
+        at = number = 0
+        while at < T - row:
+            length = min(int(random.integers(1, 20)), T - row - at)
+            number += 1
+            segments[row, at : at + length] = number
+            positions[row, at : at + length] = np.arange(length)
+            weights[row, at + length - 1] = 0
+            at += length
+        weights[row, at:] = 0
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    return batch | {"positions": positions, "segments": segments, "weights": weights}
+
+
+def start(network) -> dict:
+    """Parameters that are nowhere zero: a bias at zero hides mistakes."""
+    random = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda s: (0.3 * random.standard_normal(s.shape) / np.sqrt(s.shape[-1])).astype(np.float32),
+        network.shapes,
+    )
+
+
+def measure(spec, mesh_sizes: dict, micro_batch=None) -> dict:
+    """Loss, gradients, updated parameters and eval sums of one step on a mesh."""
+    run, network = make_run(mesh_sizes, micro_batch), build(spec, Policy(vocab_multiple=8))
+    count = int(np.prod(list(mesh_sizes.values())))
+    mesh = sharding.make_mesh(run.mesh, jax.devices()[:count])
+    sharding.check_model(mesh, T, spec)
+    places = sharding.param_shardings(mesh, network.shapes, network.axes)
+
+    def step(params, batch):
+        loss, grads, _ = steps.loss_and_grads(network, run, params, batch, mesh)
+        norm = optim.global_norm(grads)
+        number, lr = jnp.int32(0), jnp.float32(0.1)
+        new, _ = optim.update(run.optim, network.decay, number, lr, params, {}, grads)
+        numbers = {"loss": loss, "grad_norm": norm}
+        sums = steps.eval_step(network, run, params, batch, mesh)
+        return numbers, sums, {"gradients": grads, "parameters": new}
+
+    out = {"gradients": places, "parameters": places}
+    params = jax.device_put(start(network), places)
+    batch = jax.device_put(make_batch(), sharding.batch_sharding(mesh))
+    return jax.device_get(jax.jit(step, out_shardings=(None, None, out))(params, batch))
+
+
+def worst(a, b) -> float:
+    """Largest difference over the trees, relative to the largest entry of each array."""
+    return max(
+        float(np.abs(x - y).max() / np.abs(y).max())
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def equal(cases: str) -> dict:
+    """case -> relative differences from one device."""
+    specs, found = models(), {}
+    one = {name: measure(spec, {"fsdp": 1}) for name, spec in specs.items()}
+    for name, (model, sizes, micro_batch) in json.loads(cases).items():
+        ours, reference = measure(specs[model], sizes, micro_batch), one[model]
+        found[name] = {
+            **{k: worst(ours[0][k], reference[0][k]) for k in ours[0]},
+            "eval": worst(ours[1], reference[1]),
+            **{k: worst(ours[2][k], reference[2][k]) for k in ours[2]},
+        }
+    return found
+
+
+def programs(devices: int) -> dict:
+    """What the compiled programs of a run with fsdp and tensor exchange, in bfloat16."""
+    found = {}
+    vocab, length = 20480, 512  # four chunks of the loss a device
+    spec = dataclasses.replace(models()["plain"], vocab=vocab, tied=False)
+    for name, sizes, remats in (
+        ("fsdp", {"fsdp": devices}, ("none", "matmuls")),
+        ("both", {"fsdp": 2, "tensor": 2}, ("none",)),
+    ):
+        for remat in remats:
+            run = make_run(sizes, seq_len=length)
+            train = run.train.model_copy(update={"remat": remat})
+            run = run.model_copy(update={"train": train})
+            mesh = sharding.make_mesh(run.mesh)
+            network = build(spec, Policy(compute_dtype=jnp.bfloat16))
+            lowered = steps.lower(network, run, mesh)
+            text = lowered.train.as_text()
+            program = hlo.read(lowered.train.compile().as_text())
+            found[f"{name} {remat}"] = {
+                "collectives": [dataclasses.asdict(c) for c in program.collectives()],
+                "loss_loops": loss_loops(program, vocab // sizes.get("tensor", 1)),
+                "gathered": sorted(set(re.findall(r"all_gather.*-> tensor<[\dx]+x(\w+)>", text))),
+                "flops": program.flops(),
+                "layer_matrices": 7,
+                "layers": len(spec.layers),
+            }
+        init = hlo.read(lowered.init.compile().as_text())
+        shapes = [shape for use in init.walk() for shape in use.instruction.shapes]
+        found[name] = {"largest": max(int(np.prod(dims)) for _, dims in shapes)}
+        sizes = jax.tree.map(lambda s: int(np.prod(s.shape)), network.shapes)
+        found[name]["largest_parameter"] = max(jax.tree.leaves(sizes))
+    return found
+
+
+def loss_loops(program: hlo.Program, vocab: int) -> list[str]:
+    """Bodies of the loops in which a product over the vocabulary runs."""
+    bodies = {
+        use.loops[-1]
+        for use in program.walk()
+        if use.loops and any(vocab in dims for _, dims in use.instruction.shapes)
+    }
+    return sorted(bodies)
+
+
+if __name__ == "__main__":
+    job, devices, *more = sys.argv[1:]
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    print(json.dumps(equal(*more) if job == "equal" else programs(int(devices))))
