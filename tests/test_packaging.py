@@ -116,7 +116,7 @@ def test_the_wheel_holds_every_module_preset_and_run_file(wheel):
         ("configs", "localtrain/configs"),
     ):
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".json"):
+            if path.suffix in (".py", ".yaml", ".json", ".txt"):
                 assert f"{target}/{path.relative_to(ROOT / folder).as_posix()}" in names, path
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"localtrain"}

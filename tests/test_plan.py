@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from localtrain import backend, job
+from localtrain import backend, job, oom
 from localtrain.backends import local_gpu
 from localtrain.cli import run as command
 from localtrain.config import load_run
@@ -123,7 +123,7 @@ def test_every_card_names_its_source_and_has_the_figures_that_xla_reads():
     assert targets()["local-gpu"] == sorted(path.stem for path in CARDS.glob("*.txt"))
     for path in CARDS.glob("*.txt"):
         text = path.read_text()
-        assert text.startswith("# ") and "Source: " in text.split("gpu_device_info")[0], path
+        assert text.startswith("# ") and "Source:" in text.split("gpu_device_info")[0], path
         for key in ("core_count", "memory_bandwidth", "l2_cache_size", "device_memory_size"):
             assert int(re.search(rf"{key}: (\d+)", text)[1]) > 0, (path, key)
         # the name says the memory: rtx-3060-12gb
@@ -175,3 +175,16 @@ def test_float32_parameters_need_no_more_than_the_prototype_did(moments, most):
 
 def test_the_compilers_modules_are_looked_up_without_importing_them():
     assert local_gpu._installed("json") and not local_gpu._installed("no_such_package.part")
+
+
+def test_out_of_memory_says_what_was_needed_and_what_was_free_by_class(monkeypatch, tiny):
+    monkeypatch.setattr(oom, "_device_memory", lambda: (8 * 2**30, 6 * 2**30))
+    needed = {"parameters": 2**30, "optimizer": 2**31, "temporaries": 2**32, "total": 7 * 2**30}
+    run = load_run("quickstart", tiny)
+    error = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes."
+    said = oom.explain(RuntimeError(error), run, needed)
+    assert "allocating 4.00 GiB on a device with 8.00 GiB, of which 2.00 GiB were free" in said
+    assert "needs 7.00 GiB per device: parameters 1.00 GiB, optimizer 2.00 GiB, temp" in said
+    for key in ("train.remat=full", "optim.state_dtype=", "train.param_dtype=bfloat16"):
+        assert key in said
+    assert "costs 4 bytes a parameter" in said and "train.batch_size=2 " in said
