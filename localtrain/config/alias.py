@@ -104,6 +104,9 @@ ALIASES: dict[str, str] = {
     "bf16": "model.dtype",
     "fp16": "model.dtype",
     "torch_dtype": "model.dtype",
+    "weight_dtype": "train.param_dtype",
+    "master_dtype": "train.param_dtype",
+    "mu_dtype": "optim.state_dtype",
     # evaluation, checkpoints, the rest
     "eval_steps": "eval.every",
     "eval_interval": "eval.every",
