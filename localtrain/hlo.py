@@ -122,8 +122,10 @@ class Program:
         groups = replica_groups(one.rest)
         size = len(groups[0]) if groups else self.devices
         arrays = [_bytes(*shape) for shape in one.shapes]
-        if one.op.endswith("-start") and kind != "all-reduce":
-            arrays = arrays[len(arrays) // 2 :] if kind == "all-gather" else arrays[-1:]
+        if one.op == "collective-permute-start":
+            arrays = arrays[1:2]  # of (input, output, two counters)
+        elif one.op.endswith("-start") and kind != "all-reduce":
+            arrays = arrays[len(arrays) // 2 :]  # of (inputs, outputs)
         count = sum(arrays) * (size if kind == "reduce-scatter" else 1)
         name = re.search(r'op_name="([^"]*)"', one.rest)
         return Collective(

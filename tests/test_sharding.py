@@ -353,6 +353,7 @@ ENTRY %main (x: f32[4,8]) -> f32[] {
   %b = bf16[16]{0} all-reduce(%y), replica_groups={{0,1},{2,3}}, to_apply=%add
   %g = (bf16[2,4], bf16[16,4]) all-gather-start(%z), replica_groups=mesh['a'=2,'b'=4] {'a','b'}
   %h = bf16[16,4]{1,0} all-gather-done(%g)
+  %k = ((f32[8,4], f32[4]), f32[2,4], f32[1]) reduce-scatter-start(%h, %i), replica_groups=[2,4]<=[8]
   ROOT %r = f32[2]{0} reduce-scatter(%v), replica_groups={}, to_apply=%add
 }
 """
@@ -360,11 +361,12 @@ ENTRY %main (x: f32[4,8]) -> f32[] {
 
 def test_the_reader_multiplies_loops_and_understands_every_way_to_write_groups():
     program = hlo.read(TEXT)
-    inner, summed, started, scattered = program.collectives()
+    inner, summed, started, combined, scattered = program.collectives()
     assert (inner.kind, inner.times, inner.bytes) == ("all-gather", 5, 256)
     assert inner.groups == ((0, 2), (1, 3), (4, 6), (5, 7)) and inner.loops == ("body",)
     assert (summed.bytes, summed.groups) == (32, ((0, 1), (2, 3)))
     assert (started.bytes, started.groups) == (128, (tuple(range(8)),))
+    assert (combined.kind, combined.bytes, combined.group_size) == ("reduce-scatter", 144, 4)
     assert (scattered.bytes, scattered.group_size) == (2 * 4 * 8, 8)
     assert program.flops() == 5 * 2 * 4 * 8 * 8
     assert hlo.by_kind(program.collectives())["all-gather"] == {"count": 6, "bytes": 5 * 256 + 128}
