@@ -1,19 +1,23 @@
 """Run by test_sharding.py in a process of its own with forced devices; prints one JSON object.
 
-python tests/sharding_cases.py equal 4 | programs 4
+python tests/sharding_cases.py equal 4 '{"name": ["plain", {"fsdp": 4}, null]}'
+python tests/sharding_cases.py logprobs 4 | programs 4
 """
 
 import dataclasses
 import json
 import re
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from localtrain import hlo, optim, sharding, steps
 from localtrain.config import RunConfig
+from localtrain.losses import Head, token_logprobs
 from localtrain.models import read_hub_config, spec_from
 from localtrain.nn.core import Policy
 from localtrain.nn.decoder import build
@@ -130,6 +134,35 @@ def equal(cases: str) -> dict:
     return found
 
 
+def logprobs(devices: int) -> dict:
+    """Relative differences of `token_logprobs` with its vocabulary over all devices."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    w_VD, h_BTD = jax.random.normal(keys[0], (48, 16)), jax.random.normal(keys[1], (3, 100, 16))
+    labels_BT = jax.random.randint(keys[2], (3, 100), 0, 41)
+    head = Head("vd", softcap=5.0, vocab=41)
+    mesh = sharding.make_mesh(make_run({"tensor": devices}).mesh)
+
+    def measure(head, w, h, labels):
+        def objective(w, h):
+            logp = token_logprobs(head, w, h, labels)
+            return jnp.sum(jnp.sin(logp)), logp
+
+        (_, logp), grads = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(w, h)
+        return {"values": logp, "towards w": grads[0], "towards h": grads[1]}
+
+    out = {"values": P(), "towards w": P("tensor"), "towards h": P()}
+    split = jax.shard_map(
+        partial(measure, head._replace(axis="tensor")),
+        mesh=mesh,
+        in_specs=(P("tensor"), P(), P()),
+        out_specs=out,
+        check_vma=False,
+    )
+    ours = jax.jit(split)(w_VD, h_BTD, labels_BT)
+    whole = measure(head, w_VD, h_BTD, labels_BT)
+    return {key: worst(np.asarray(ours[key]), np.asarray(whole[key])) for key in out}
+
+
 def programs(devices: int) -> dict:
     """What the compiled programs of a run with fsdp and tensor exchange, in bfloat16."""
     found = {}
@@ -177,4 +210,5 @@ def loss_loops(program: hlo.Program, vocab: int) -> list[str]:
 if __name__ == "__main__":
     job, devices, *more = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(devices))
-    print(json.dumps(equal(*more) if job == "equal" else programs(int(devices))))
+    jobs = {"equal": equal, "logprobs": logprobs, "programs": programs}
+    print(json.dumps(jobs[job](*(more or [int(devices)]))))
