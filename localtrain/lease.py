@@ -117,23 +117,20 @@ class Lease:
         """Touch the lease for as long as it is ours."""
         while not self._stop.wait(BEAT_S):
             try:
-                found = self._read()
-                if found is not None and found.get("token") != self.token:
+                if not self._is_ours():  # gone: another one took over and has ended meanwhile
                     return self._lose()
                 self._beat += 1
-                if found is not None:
-                    storage.write_atomic(self.path, self._encode())
-                elif not storage.create(self.path, self._encode()) and not self._is_ours():
-                    return self._lose()
+                storage.write_atomic(self.path, self._encode())
             except StorageError as error:  # the next one may come through
                 log.warning("the lease of %s could not be renewed: %s", self.folder, error)
 
     def _lose(self) -> None:
-        owner = _who(self._read() or {})
+        owner = self._read()
+        who = "another process, which has ended meanwhile" if owner is None else _who(owner)
         self._lost = BusyError(
-            f"{self.folder} was taken over by {owner}, because this process showed no sign of life "
-            f"for {STILL_BEATS * BEAT_S:g} s. Nothing more is written there by this one; the other "
-            f"goes on from the last checkpoint."
+            f"{self.folder} was taken over by {who}, because this process showed no sign of life "
+            f"for {STILL_BEATS * BEAT_S:g} s, or {LEASE} was deleted. Nothing more is written there "
+            f"by this one; the same command goes on from the last checkpoint."
         )
 
     def _is_ours(self) -> bool:

@@ -24,7 +24,7 @@ _WHOLE = 64 << 20  # bytes; larger ones that do not grow are streamed
 
 
 class Mirror:
-    """Uploads what changes below `local` to `url`, after `allowed` did not raise."""
+    """Uploads what changes below `local` to `url`, each after `allowed` did not raise."""
 
     def __init__(self, local: Path, url: str, allowed: Callable[[], None]):
         self.local, self.url, self.allowed = local, url, allowed
@@ -54,10 +54,8 @@ class Mirror:
         """Upload what changed. Raises StorageError, or what `allowed` raises."""
         with self._lock:
             changed = {name: stamp for name in self._names() if (stamp := self._new(name))}
-            if not changed:
-                return
-            self.allowed()
             for name, stamp in changed.items():
+                self.allowed()  # before each: a process may be stopped anywhere and wake up late
                 self._upload(name, stamp[0])
                 self._sent[name] = stamp
 

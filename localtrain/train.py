@@ -87,6 +87,7 @@ def train(
     run_mesh(run, network=network)  # before hours of tokenizing
     if dry_run:
         return Result(out or f"runs/{run.name}", facts=describe(run, network))
+    runtime.setup_logging()  # waiting for a lease, or for a store that fails, is told
     with StopSignal.install() as stop, RunDirectory.open(out, run, override) as home:
         stop.nothing_to_save(True)
         runtime.setup_logging(home.path)

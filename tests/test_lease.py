@@ -119,6 +119,17 @@ def test_whoever_lost_it_may_not_write_and_does_not_take_it_away_again(url):
     assert held(url)["token"] == "f" * 16
 
 
+def test_an_owner_whose_successor_has_ended_does_not_come_back(url, monkeypatch):
+    monkeypatch.setattr(module, "BEAT_S", 0.02)
+    lease = Lease(url)
+    storage.remove_tree(f"{url}/lease.json")  # taken over while it slept, and given back
+    lease._thread.join(20)
+    with pytest.raises(BusyError, match="which has ended meanwhile"):
+        lease.check()
+    lease.release()
+    assert not storage.exists(f"{url}/lease.json")
+
+
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b'{"token": 3}', b"\xff"])
 def test_a_strange_lease_does_not_crash(url, text, monkeypatch):
     monkeypatch.setattr(module, "BEAT_S", 0.02)

@@ -261,3 +261,57 @@ def test_a_run_at_a_url_is_used_like_a_local_one(folder, s3, tmp_path):
     again = place(s3)
     warm = train(folder, again, f"model.init_from={imported}", "model.path=null", "train.steps=3")
     assert f"weights from {imported}" in warm.stderr
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_keeps_the_last_good_state(folder, s3):
+    import numpy as np
+
+    out = place(s3)
+    train(folder, out, "optim.lr=1e15", "optim.warmup=0", "optim.clip=0", code=4)
+    saved = arrays(out, committed(out)[-1])
+    floats = [data for name, data in saved.items() if name.startswith("params/")]
+    assert floats and all(np.isfinite(np.frombuffer(data, np.float32)).all() for data in floats)
+    assert all(row["loss"] is not None for row in rows(out) if "loss" in row)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_trained_again(folder, reference, s3):
+    out = place(s3)
+    train(folder, out, "train.steps=10")
+    names = storage.find_below(storage.join(out, "checkpoints", "10"))
+    path = storage.join(out, "checkpoints", "10", max(n for n in names if n.endswith("meta.json")))
+    data = bytearray(storage.read_bytes(path))
+    data[len(data) // 2] ^= 1
+    storage.write_atomic(path, bytes(data))
+    done = train(folder, out, "train.steps=12")
+    assert f"{path} is damaged" in done.stderr and "Falling back to step 5" in done.stderr
+    assert committed(out) == [5, 10, 12]
+    assert arrays(out, 10) and rows(out)[-1]["step"] == 12
+
+
+@pytest.mark.slow
+def test_an_owner_that_slept_too_long_writes_nothing_when_it_wakes(folder, reference, s3):
+    """Two hosts (by their names); the first stands still for three beats and wakes up later."""
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
+        pytest.skip("another host name cannot be had here")
+    out = place(s3)
+    seldom = ["checkpoint.every=1000000", "checkpoint.every_minutes=0.1"]  # idle after a commit
+    first = start(folder, out, "train.steps=1000000", *seldom)
+    wait_for(lambda: committed(out), first)
+    first.send_signal(signal.SIGSTOP)
+    steps = f"train.steps={committed(out)[-1] + 5}"
+    shell = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh"]
+    done = subprocess.run(
+        [*shell, *command(folder, out, steps)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "seems to be in use by process" in done.stderr and "taking over" in done.stderr
+    before = {n: storage.read_bytes(storage.join(out, n)) for n in storage.find_below(out)}
+    first.send_signal(signal.SIGCONT)
+    error = first.communicate(timeout=200)[1]
+    assert first.returncode == 8, error[-2000:]
+    assert "was taken over" in error and "Traceback" not in error
+    after = {n: storage.read_bytes(storage.join(out, n)) for n in storage.find_below(out)}
+    unfinished = {n for n in after.keys() - before.keys() if n.count("/") > 2}  # never believed
+    assert {n: data for n, data in after.items() if n not in unfinished} == before
