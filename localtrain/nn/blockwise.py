@@ -14,7 +14,7 @@ On CPU a step takes as many of Z as keep its scores in the cache; elsewhere all 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,7 @@ class Blocks:
         if segments_BS is not None:
             # room for the last queries' padding too, or their slice would be moved back
             more = self.keys_padded - self.keys_length + (0 if start is None else self.padded)
+            segments_BS = self.in_place(segments_BS)
             segments_BS = jnp.pad(segments_BS, ((0, 0), (0, more)))
             self.segments_ZS = jnp.repeat(segments_BS, self.kv_heads, axis=0)
 
@@ -176,7 +177,16 @@ class Blocks:
             if self.start is not None or (s <= t and (window is None or s + block - 1 > t - window))
         ]
         steps = [(z, t, s) for z in range(0, self.rows, self.step) for t, s in near]
-        return Rows(*(jnp.asarray(column, jnp.int32) for column in zip(*steps, strict=True)))
+        rows = Rows(*(jnp.asarray(column, jnp.int32) for column in zip(*steps, strict=True)))
+        return self.in_place(rows)
+
+    def in_place(self, tree: Any) -> Any:
+        """The same, made to look as if it depended on the queries.
+
+        What depends on nothing of the layer is moved out of the scan over layers: the masks of all
+        pairs together, [pairs, Z, R, S], 3 GB at 8192 tokens and 16 heads (CUDA compiler).
+        """
+        return lax.optimization_barrier((tree, self.q_ZRH))[0]
 
     def queries(self, x: jax.Array, at: Rows) -> jax.Array:
         """Rows of a query block of x [Z, R, ...]."""
