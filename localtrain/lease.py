@@ -129,7 +129,7 @@ class Lease:
         who = "another process, which has ended meanwhile" if owner is None else _who(owner)
         self._lost = BusyError(
             f"{self.folder} was taken over by {who}, because this process showed no sign of life "
-            f"for {STILL_BEATS * BEAT_S:g} s, or {LEASE} was deleted. Nothing more is written there "
+            f"for {STILL_BEATS * BEAT_S:g} s, or {LEASE} was deleted. Nothing more is written "
             f"by this one; the same command goes on from the last checkpoint."
         )
 
