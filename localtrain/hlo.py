@@ -35,6 +35,7 @@ _TRIPS = re.compile(r'"?known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)')
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _MESH = re.compile(r"replica_groups=@?mesh\w*\[([^\]]*)\](?:[^{]*)\{([^}]*)\}")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACT = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
 
 
@@ -100,9 +101,25 @@ class Program:
                 continue
             for called in _CALLED.findall(one.rest):
                 if one.op == "while":
-                    yield from self.walk(called, times * trips(one), (*loops, called))
+                    yield from self.walk(called, times * self.trips(one), (*loops, called))
                 elif one.op in ("fusion", "call", "async-start", "custom-call"):
                     yield from self.walk(called, times, loops)
+
+    def trips(self, one: Instruction) -> int:
+        """How often a loop runs: as noted, else what its counter is compared with; else 1."""
+        if found := _TRIPS.search(one.rest):
+            return int(found[1])
+        condition = re.search(r"\bcondition=%?([\w.\-]+)", one.rest)
+        body = self.computations.get(condition[1] if condition else "", [])
+        numbers = {
+            i.name: int(value[1])
+            for i in body
+            if i.op == "constant" and (value := re.match(r"(\d+)\)", i.rest))
+        }
+        for last in body:
+            if last.op == "compare" and "direction=LT" in last.rest:
+                return next((numbers[name] for name in last.operands if name in numbers), 1)
+        return 1
 
     def _largest_branch(self, one: Instruction, times: int, loops) -> Iterator[Use]:
         found = _BRANCHES.findall(one.rest)
@@ -138,16 +155,48 @@ class Program:
 
     def _flops(self, use: Use) -> int:
         one = use.instruction
+        if one.op == "convolution":  # what the TPU compiler makes of a product
+            return 2 * use.times * self._convolution(use)
         is_product = one.op == "dot" or (one.op == "custom-call" and "gemm" in one.rest)
         contract = _CONTRACT.search(one.rest) if is_product else None
         if contract is None:
             return 0
-        inputs = {i.name: i for i in self.computations[use.computation]}
-        typed = _ARRAY.findall(one.rest.split("), ")[0])  # older texts repeat the operand's type
-        lhs = inputs.get(one.operands[0])
-        dims = _numbers(typed[0][1]) if typed else lhs.shapes[0][1]
+        dims = self._operand_dims(use)[0]
         inner = math.prod(dims[d] for d in _numbers(contract[1].replace('"', "")))
         return 2 * math.prod(one.shapes[0][1]) * inner * use.times
+
+    def _operand_dims(self, use: Use) -> list[tuple[int, ...]]:
+        written = use.instruction.rest.split("), ")[0]
+        if typed := _ARRAY.findall(written):  # older texts repeat the types
+            return [_numbers(dims) for _, dims in typed]
+        types = {i.name: i for i in self.computations[use.computation]}
+        return [types[name].shapes[0][1] for name in use.instruction.operands]
+
+    def _convolution(self, use: Use) -> int:
+        """Multiply-adds, without those on padding and on the holes of a dilated input."""
+        one = use.instruction
+        labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest)
+        lhs, rhs = (
+            dict(zip(labels[n], dims, strict=True))
+            for n, dims in zip((1, 2), self._operand_dims(use), strict=False)
+        )
+        out = dict(zip(labels[3], one.shapes[0][1], strict=True))
+        count = out["b"] * out["f"] * rhs["i"]
+        written = _WINDOW.search(one.rest)  # absent without spatial axes
+        window = dict(re.findall(r"(\w+)=([\dx_\-]+)", written[1] if written else ""))
+        for axis in (label for label in labels[3] if label.isdigit()):
+
+            def of(key: str, default: str, axis: str = axis) -> str:
+                return window[key].split("x")[int(axis)] if key in window else default
+
+            stride, holes = int(of("stride", "1")), int(of("lhs_dilate", "1"))
+            low, spread = int(of("pad", "0_0").split("_")[0]), int(of("rhs_dilate", "1"))
+            end = (lhs[axis] - 1) * holes + 1
+            places = (
+                o * stride + k * spread - low for o in range(out[axis]) for k in range(rhs[axis])
+            )
+            count *= sum(0 <= place < end and place % holes == 0 for place in places)
+        return count
 
 
 def read(text: str) -> Program:
@@ -162,12 +211,6 @@ def read(text: str) -> Program:
         elif found := _LINE.match(line):
             current.append(Instruction(*found.groups()))
     return program
-
-
-def trips(one: Instruction) -> int:
-    """How often a loop runs; 1 where the compiler does not know."""
-    found = _TRIPS.search(one.rest)
-    return int(found[1]) if found else 1
 
 
 def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
