@@ -129,7 +129,17 @@ class Program:
 
     def collectives(self) -> list[Collective]:
         """Every exchange between devices, in the order of the text."""
-        return [c for use in self.walk() if (c := self._collective(use)) is not None]
+        found, begun = [], set()
+        for use in self.walk():
+            rest = use.instruction.rest
+            if "async_collective_fusion_config" in rest:  # TPU: begin, go on and end, one channel
+                key = re.search(r"channel_id=(\d+)", rest)[1], use.loops
+                if key in begun:
+                    continue
+                begun.add(key)
+            if (one := self._collective(use)) is not None:
+                found.append(one)
+        return found
 
     def _collective(self, use: Use) -> Collective | None:
         one = use.instruction
