@@ -121,7 +121,7 @@ def test_the_type_of_the_parameters_is_part_of_the_run(trained, capfd):
 
 
 def test_export_and_warm_start_keep_the_stored_values(trained, home, tmp_path, capfd):
-    assert command(["export", str(trained), str(tmp_path / "hub"), "--check"]) == 0
+    assert command(["export", str(trained), str(tmp_path / "hub")]) == 0
     config = json.loads((tmp_path / "hub" / "config.json").read_text())
     assert config.get("torch_dtype", config.get("dtype")) == "bfloat16"
     start = f"model.init_from={tmp_path / 'hub'}"
