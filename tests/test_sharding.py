@@ -382,3 +382,44 @@ def test_the_reader_multiplies_loops_and_understands_every_way_to_write_groups()
 def test_groups_over_some_axes_of_a_mesh():
     groups = hlo.replica_groups("replica_groups=mesh['a'=2,'b'=3,'c'=2] {'b'}, dimensions={0}")
     assert groups == ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11))
+
+
+TPU_TEXT = """HloModule jit_f, num_partitions=4
+
+%count (p: (s32[], f32[4,8])) -> pred[] {
+  %most = s32[]{:T(128)} constant(6), metadata={op_name="x"}
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %most), direction=LT
+}
+
+%begin (x: bf16[4,8]) -> bf16[16,8] {
+  ROOT %g = bf16[16,8] all-gather(%x), channel_id=3, async_collective_fusion_config={}
+}
+
+%end (x: bf16[4,8]) -> bf16[16,8] {
+  ROOT %g = bf16[16,8] all-gather(%x), channel_id=3, async_collective_fusion_config={}
+}
+
+%body (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %x = bf16[5,32,16]{2,1,0:T(8,128)(2,1)} get-tuple-element(%p), index=1
+  %w = bf16[16,5,7]{1,0} parameter(1)
+  %start = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%begin
+  %done = bf16[16,8]{1,0} fusion(%start), kind=kCustom, calls=%end
+  %y = f32[5,32,7] convolution(%x,%w),dim_labels=0bf_i0o->0bf, window={size=5 stride=4 lhs_dilate=5}
+  %z = f32[32,3]{1,0} convolution(%a, %b), dim_labels=bf_io->bf
+  %a = bf16[32,16]{1,0} parameter(2)
+  %b = bf16[16,3]{1,0} parameter(3)
+}
+
+ENTRY %main (x: f32[4,8]) -> f32[] {
+  %loop = (s32[], f32[4,8]) while(%x), condition=%count, body=%body
+}
+"""
+
+
+def test_the_reader_understands_what_the_tpu_compiler_makes_of_loops_products_and_exchanges():
+    """A batch of 5 products [32, 16] x [16, 7] is one convolution over a dilated axis there."""
+    program = hlo.read(TPU_TEXT)
+    (gather,) = program.collectives()
+    assert (gather.times, gather.bytes) == (6, 16 * 8 * 2)
+    assert program.flops() == 6 * 2 * (5 * 32 * 16 * 7 + 32 * 16 * 3)
