@@ -20,18 +20,19 @@ from localtrain.models import read_hub_config, spec_from
 from localtrain.nn.core import Policy
 from localtrain.nn.decoder import build
 
-CASES = {
+CASES = {  # devices at hand -> name -> model, mesh, micro-batch
     4: {
-        "fsdp 4": ("options", {"fsdp": 4}, None),
-        "fsdp 4, accumulated": ("plain", {"fsdp": 4}, 4),
+        "fsdp 4": ("options", {"fsdp": 4}, 4),
         "replica 2 x fsdp 2": ("plain", {"replica": 2, "fsdp": 2}, None),
-        "tensor 2 x fsdp 2": ("options", {"tensor": 2, "fsdp": 2}, None),
-        "tensor 4, more than kv heads": ("options", {"tensor": 4}, None),
-        "tensor 4, tied": ("plain", {"tensor": 4}, 2),
+        "tensor 2 x fsdp 2": ("plain", {"tensor": 2, "fsdp": 2}, None),
+        "tensor 4, more than kv heads": ("options", {"tensor": 4}, 2),
         "context 2 x fsdp 2": ("options", {"context": 2, "fsdp": 2}, 4),
         "context 4": ("plain", {"context": 4}, None),
     },
     8: {
+        "fsdp 4, tied": ("plain", {"fsdp": 4}, None),
+        "tensor 4, tied": ("plain", {"tensor": 4}, 2),
+        "tensor 2 x fsdp 2, options": ("options", {"tensor": 2, "fsdp": 2}, None),
         "fsdp 8": ("options", {"fsdp": 8}, None),
         "replica 2 x fsdp 2 x tensor 2": ("options", {"replica": 2, "fsdp": 2, "tensor": 2}, 4),
         "fsdp 2 x context 2 x tensor 2": ("plain", {"fsdp": 2, "context": 2, "tensor": 2}, None),
