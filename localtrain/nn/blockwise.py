@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from localtrain.nn.core import soft_cap
 
 NEVER = -1e30  # score of an invisible key; finite, so that a row without keys stays finite
-CPU_BLOCK, CPU_SCORES = 128, 2**17  # best of 64 .. 512 and 2**16 .. 2**20 at T = 512
+CPU_BLOCK, CPU_SCORES = 256, 2**18  # best of 128 .. 512 and 2**17 .. 2**22 at T = 512 and 4096
 BLOCK = 256
 
 
