@@ -389,3 +389,8 @@ def test_any_value_of_any_key_is_a_run_or_a_config_error(key, value):
         RunConfig(**values)
     except LocaltrainError as error:
         assert isinstance(error, ConfigError) and "\n" not in str(error)
+
+
+def test_two_keys_that_disagree_are_blamed_on_the_argument():
+    with pytest.raises(ConfigError, match=r"argument 'train.micro_batch=...': train.micro_batch"):
+        load_run("quickstart", ["train.micro_batch=5"])

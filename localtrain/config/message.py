@@ -106,7 +106,10 @@ def _sentence(entry: Any, origin: Origin) -> str:
     if entry["type"] == "missing":
         return f"{where}: {key} is missing"
     if entry["type"] in ("value_error", "assertion_error") and _is_cross_field(key):
-        return f"{where}: {entry['ctx']['error']}"
+        text = str(entry["ctx"]["error"])
+        named = [name for name, _ in keys() if name in text and name in origin]
+        named.sort(key=lambda name: name not in origin.arguments)  # the last word is to blame
+        return f"{origin.place(named[0]) if named else where}: {text}"
     value = entry["input"]
     return f"{where}: {key} = {_shown(value)} {_expected(path, entry)}"
 
