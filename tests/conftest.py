@@ -10,6 +10,8 @@ import shutil
 import tempfile
 from importlib.metadata import version
 
+import pytest
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 flags = ["--xla_backend_optimization_level=0"]
 if version("jaxlib").startswith("0.10."):  # later ones do not know it, and abort
@@ -20,3 +22,23 @@ os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 cache = tempfile.mkdtemp(prefix="localtrain-cache-")
 atexit.register(shutil.rmtree, cache, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = cache
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """config.json of a Qwen3 of two small layers, for runs with bytes as tokens."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 264,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }

@@ -28,21 +28,6 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium"),
 ]
 BLUE, ORANGE = (0x09, 0x69, 0xDA), (0xBC, 0x4C, 0x00)
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
 
 
 def browse(url, *options, network="MAP * ~NOTFOUND"):
@@ -80,12 +65,12 @@ def columns_of(pixels, color, near=40):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, tiny_config):
     """A real run of the program, stopped nowhere, and its report."""
     folder = tmp_path_factory.mktemp("seen")
     for file in sorted(Path(__file__).parent.glob("test_*.py"))[:8]:
         (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(tiny_config))
     keys = {
         "model.preset": "null",
         "model.path": folder,

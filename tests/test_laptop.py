@@ -23,23 +23,6 @@ SMALL = (
 RATES = {"tokens_per_s", "step_time_s", "mfu", "flops_per_s", "data_wait_s", "time"}
 
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
-
-
 def make_run(home: Path, *more: str, model: str = ""):
     keys = (
         model or f"model.path={home / 'model'}",
@@ -74,11 +57,11 @@ def rows(out: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def home(tmp_path_factory, tiny_config):
     """A tiny model and a text."""
     home = tmp_path_factory.mktemp("laptop")
     (home / "model").mkdir()
-    (home / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (home / "model" / "config.json").write_text(json.dumps(tiny_config))
     shutil.copy(localtrain.__file__, home / "text.py")
     return home
 

@@ -24,25 +24,10 @@ PARAMETERS = 264 * 32 + 2 * (2 * 1024 + 2 * 512 + 6144 + 96) + 32
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(tmp_path_factory, tiny_config):
     """Arguments of a run that compiles fast."""
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": 264,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    }
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(tiny_config))
     return (f"model.path={folder}", "data.seq_len=32", "train.batch_size=4", "train.remat=none")
 
 

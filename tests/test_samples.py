@@ -16,21 +16,6 @@ from localtrain.data.tokenizer import load_tokenizer
 from localtrain.metrics import read_metrics
 from localtrain.samples import code_block, make_prompts, sample_rows
 
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
 KEYS = {
     "model.preset": "null",
     "train.steps": 6,
@@ -45,12 +30,12 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, tiny_config):
     """Some documents."""
     folder = tmp_path_factory.mktemp("samples")
     for file in sorted(Path(__file__).parent.glob("test_*.py"))[:8]:
         (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(tiny_config))
     return folder
 
 

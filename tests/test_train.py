@@ -19,30 +19,15 @@ from localtrain import runtime
 from localtrain.checkpoint import Checkpoints
 from localtrain.metrics import read_metrics
 
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
 RATES = {"tokens_per_s", "step_time_s", "mfu", "flops_per_s", "data_wait_s", "time"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, tiny_config):
     """A tiny model, some text (the tests' own sources) and a run file that saves every 5 steps."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(TINY))
+    (folder / "model" / "config.json").write_text(json.dumps(tiny_config))
     text = folder / "text"
     text.mkdir()
     for file in sorted(Path(__file__).parent.glob("test_*.py"))[:8]:
@@ -392,10 +377,10 @@ def test_mistakes_end_in_one_paragraph_before_anything_is_trained(
     assert code != 2 or not out.exists()  # nothing was started, no data were read
 
 
-def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(folder, tmp_path):
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(folder, tmp_path, tiny_config):
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({**TINY, "vocab_size": 100}))
+    (model / "config.json").write_text(json.dumps({**tiny_config, "vocab_size": 100}))
     done = run(folder, tmp_path / "out", f"model.path={model}", code=2)
     assert "264" in done.stderr and "100" in done.stderr
 

@@ -14,29 +14,14 @@ import pytest
 from localtrain import storage
 from localtrain.checkpoint import Checkpoints
 
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
 RATES = {"tokens_per_s", "step_time_s", "mfu", "flops_per_s", "data_wait_s", "time"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, tiny_config):
     folder = tmp_path_factory.mktemp("run")
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(TINY))
+    (folder / "model" / "config.json").write_text(json.dumps(tiny_config))
     text = folder / "text"
     text.mkdir()
     for file in sorted(Path(__file__).parent.parent.glob("test_*.py"))[:6]:
