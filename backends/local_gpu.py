@@ -12,7 +12,8 @@ import sys
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from localtrain.backend import Backend, Defaults, jax_is_up, set_jax
+from localtrain.backend import Backend, Defaults, Facts, jax_is_up, set_jax
+from localtrain.backends import devices as table
 from localtrain.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -27,26 +28,6 @@ _MEMORY_VARIABLES = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 )
-
-# Dense bfloat16 tensor FLOP/s with float32 accumulation, half of what a sheet says "with sparsity".
-# Sources: nvidia.com/en-us/data-center/{a100,h100,h200,l4}, the data sheets of A10, A40, L40S
-# (resources.nvidia.com/en-us-l40s/l40s-datasheet-28413) and Blackwell
-# (nvdam.widen.net/s/wwnsxrhm2w), the GA102 and Ada architecture papers for GeForce.
-# A name that fits no pattern in full has no figure: laptop parts run at other clocks.
-PEAK_FLOPS = {
-    r"A100.*": 312e12,
-    r"H100 PCIe": 756e12,
-    r"H100 NVL": 835e12,
-    r"H100( 80GB HBM3)?": 989e12,
-    r"H200": 989e12,
-    r"B200": 2250e12,
-    r"A10": 125e12,
-    r"A40": 149.7e12,
-    r"L4": 121e12,
-    r"L40S": 362e12,
-    r"GeForce RTX 3090": 71e12,
-    r"GeForce RTX 4090": 165.2e12,
-}
 
 
 class LocalGpu(Backend):
@@ -99,19 +80,20 @@ class LocalGpu(Backend):
         """bfloat16: what tensor cores are made for, with float32's range."""
         return Defaults(dtype="bfloat16")
 
-    def peak_flops(self, device_kind: str) -> float | None:
+    def facts(self, device_kind: str) -> Facts | None:
         """By the device's name, as jax gives it."""
-        kind = re.sub(r"^NVIDIA\s+", "", device_kind.strip())
-        return next((peak for name, peak in PEAK_FLOPS.items() if re.fullmatch(name, kind)), None)
+        return table.facts(device_kind)
 
     def topologies(self) -> list[str]:
         """Cards that programs can be compiled for without having one."""
         entries = files("localtrain.configs").joinpath("cards").iterdir()
         return sorted(e.name.removesuffix(".txt") for e in entries if e.name.endswith(".txt"))
 
-    def topology(self, name: str, devices: int = 1) -> list[Any]:
+    def topology(self, name: str, devices: int | None = None, slices: int = 1) -> list[Any]:
         """Compile-only devices of that card: the CUDA compiler runs without a driver or a GPU."""
         text = _card(name, self.topologies())
+        if slices > 1:
+            raise ConfigError(f"--slices {slices}: {name} is a card; --devices N takes N of them")
         if missing := [package for package in _COMPILER if not _installed(package)]:
             raise ConfigError(
                 f"compiling for {name} needs NVIDIA's compiler, which runs without a GPU: looked "
@@ -121,7 +103,7 @@ class LocalGpu(Backend):
         from jax.experimental import topologies
 
         return topologies.get_topology_desc(
-            platform="cuda", topology_name=name, topology=f"1x1x{devices}", target_config=text
+            platform="cuda", topology_name=name, topology=f"1x1x{devices or 1}", target_config=text
         ).devices
 
     def usable_memory(self, name: str) -> tuple[int, str]:

@@ -33,6 +33,18 @@ class Defaults:
     mesh: dict[str, int] = field(default_factory=lambda: {"fsdp": -1})
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the vendor says of one device, the unit that jax counts; bytes and per second."""
+
+    peak_flops: float  # dense bfloat16 products
+    memory: int
+    memory_bandwidth: float
+    link: float | None  # sent to neighbours, one direction, all links; None: it has none
+    network: float | None  # sent to other slices or hosts; None: not the device's to say
+    source: str
+
+
 class Backend(Protocol):
     """What a backend can do; subclass it and override what differs.
 
@@ -67,16 +79,23 @@ class Backend(Protocol):
         """Arithmetic, kernels and mesh of this place."""
         return Defaults()
 
+    def facts(self, device_kind: str) -> Facts | None:
+        """The vendor's figures for a device, by jax's name of it; None = no source."""
+        return None
+
     def peak_flops(self, device_kind: str) -> float | None:
         """Dense bfloat16 matmul FLOP/s of one device by the vendor's sheet; None = no source."""
-        return None
+        found = self.facts(device_kind)
+        return None if found is None else found.peak_flops
 
     def topologies(self) -> list[str]:
         """Names that `topology` knows; none when it cannot compile for other machines."""
         return []
 
-    def topology(self, name: str, devices: int = 1) -> list[Any]:
-        """Compile-only devices of a machine that is not here; `devices` where the name says none.
+    def topology(self, name: str, devices: int | None = None, slices: int = 1) -> list[Any]:
+        """Compile-only devices of a machine that is not here, or of `slices` of them.
+
+        devices: how many, where the name does not say it (a card).
 
         Raises ConfigError for an unknown name and when the compiler is not installed.
         """

@@ -134,8 +134,8 @@ def test_deterministic_runs_get_the_option_and_it_compiles():
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H200", 989),
         ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 79.4),  # 76 SMs x 2.04 GHz x 512
+        ("NVIDIA GeForce RTX 2080", None),
         ("Tesla T4", None),
     ],
 )
