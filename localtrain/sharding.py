@@ -91,14 +91,7 @@ def check_model(mesh: Mesh, seq_len: int, spec: Any) -> None:
             f"mesh.tensor = {ways} devices cannot share {wrong} of this model evenly: mesh.tensor "
             f"can be {', '.join(map(str, fits))}, nearest {_nearest_of(fits, ways)}."
         )
-    ways = mesh.shape["context"]
-    if seq_len % ways:
-        fits = [n for n in range(1, seq_len + 1) if seq_len % n == 0]
-        raise ConfigError(
-            f"data.seq_len = {seq_len} tokens cannot be split evenly over mesh.context = {ways} "
-            f"devices: take mesh.context={_nearest_of(fits, ways)} or "
-            f"data.seq_len={-(-seq_len // ways) * ways}."
-        )
+    _check_length(mesh.shape["context"], seq_len, spec)
     if mesh.shape["expert"] > 1:
         raise ConfigError(
             f"mesh.expert = {mesh.shape['expert']}: this model has no experts to split; take "
@@ -112,6 +105,26 @@ def check_model(mesh: Mesh, seq_len: int, spec: Any) -> None:
             mesh.shape["fsdp"],
             spec.dim,
             _nearest_of(fits, mesh.shape["fsdp"]),
+        )
+
+
+def _check_length(ways: int, seq_len: int, spec: Any) -> None:
+    """Over `context` every device has two chunks of each row (nn/parallel.py)."""
+    if ways == 1:
+        return
+    for number, layer in enumerate(spec.layers):
+        if not layer.mixer.supports_context:
+            raise ConfigError(
+                f"mesh.context = {ways}: the {type(layer.mixer).__name__} mixer of layer {number} "
+                f"({layer.mixer.kind}) cannot work on a part of a row; take mesh.context=1, and "
+                f"mesh.fsdp or mesh.tensor for these devices."
+            )
+    if seq_len % (2 * ways):
+        fits = [1, *(n for n in range(2, seq_len // 2 + 1) if seq_len % (2 * n) == 0)]
+        raise ConfigError(
+            f"data.seq_len = {seq_len} tokens cannot be split evenly over mesh.context = {ways} "
+            f"devices with two chunks each: take mesh.context={_nearest_of(fits, ways)} or "
+            f"data.seq_len={-(-seq_len // (2 * ways)) * 2 * ways}."
         )
 
 

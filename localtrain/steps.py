@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from localtrain import optim, sharding
 from localtrain.losses import Head, weighted_nll_sum
 from localtrain.nn.decoder import Context, Network
-from localtrain.nn.parallel import BATCH_AXES, total
+from localtrain.nn.parallel import BATCH_AXES, balance, total
 
 if TYPE_CHECKING:
     from localtrain.config import RunConfig
@@ -143,7 +143,7 @@ def loss_and_grads(
     places = sharding.param_specs(mesh, network.shapes, network.axes)
 
     def local(params: Tree, batch: Batch):
-        loss, grads = sums(params, batch)
+        loss, grads = sums(params, jax.tree.map(balance, batch))
         grads = jax.tree.map(lambda g, at: total(g, sharding.unsplit(at)), grads, places)
         return total(loss, BATCH_AXES), grads
 
@@ -219,6 +219,7 @@ def eval_step(
     """[sum of nll, trained tokens] of one batch, float32."""
 
     def local(params: Tree, batch: Batch) -> jax.Array:
+        batch = jax.tree.map(balance, batch)
         context = Context(batch["tokens"], batch["positions"], batch["segments"])
         h_BTD = network.hidden(params, context)
         w, head = _head(network, params)

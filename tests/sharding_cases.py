@@ -19,6 +19,7 @@ from localtrain import hlo, optim, sharding, steps
 from localtrain.config import RunConfig
 from localtrain.losses import Head, token_logprobs
 from localtrain.models import read_hub_config, spec_from
+from localtrain.nn.attend import attend
 from localtrain.nn.core import Policy
 from localtrain.nn.decoder import build
 
@@ -194,6 +195,34 @@ def programs(devices: int) -> dict:
         found[name] = {"largest": max(int(np.prod(dims)) for _, dims in shapes)}
         sizes = jax.tree.map(lambda s: int(np.prod(s.shape)), network.shapes)
         found[name]["largest_parameter"] = max(jax.tree.leaves(sizes))
+    found["attention"] = attention_work(devices)
+    return found
+
+
+def attention_work(devices: int) -> dict:
+    """devices -> kind -> FLOPs of one device for attention to a row of 2048, both directions."""
+    found = {}
+    for ways in (1, devices):
+        mesh = sharding.make_mesh(make_run({"context": ways}).mesh, jax.devices()[:ways])
+        found[ways] = {}
+        for name, window in (("full", None), ("window", 300)):
+
+            def loss(q, k, v, window=window):
+                return jnp.sum(attend(q, k, v, scale=1.0, window=window))
+
+            split = (P(None, "context"),) * 3
+            step = jax.shard_map(
+                jax.grad(loss, (0, 1, 2)),
+                mesh=mesh,
+                in_specs=split,
+                out_specs=split,
+                check_vma=False,
+            )
+            shapes = [
+                jax.ShapeDtypeStruct((1, 2048, heads, 16), jnp.float32) for heads in (2, 1, 1)
+            ]
+            program = hlo.read(jax.jit(step).lower(*shapes).compile().as_text())
+            found[ways][name] = program.flops()
     return found
 
 

@@ -3,6 +3,7 @@
 Devices are forced in processes of their own (sharding_cases.py): jax opens them once per process.
 """
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -131,6 +132,17 @@ def test_matrices_travel_in_the_type_of_the_arithmetic(compiled):
     assert all(compiled[program]["gathered"] == ["bf16", "i32"] for program in PROGRAMS)
 
 
+def test_the_causal_work_of_a_row_is_shared_out_evenly(compiled):
+    """Stretches of equal length would leave the last of 4 devices with 7/16 of the pairs.
+
+    Counted as the compiler's loops say: nothing is skipped in addition while running. With a window
+    the first device has less to do than its part, so that the others have more than theirs.
+    """
+    one, four = (compiled["attention"][str(n)] for n in (1, 4))
+    assert 0.98 < 4 * four["full"] / one["full"] < 1.03
+    assert 0.98 < 4 * four["window"] / one["window"] < 1.15
+
+
 def test_no_device_ever_holds_a_whole_big_parameter_at_the_start(compiled):
     for mesh in FSDP_OF:
         assert compiled[mesh]["largest"] * 4 <= compiled[mesh]["largest_parameter"]
@@ -180,12 +192,25 @@ class Sizes:
         ({"tensor": 3}, "mesh.tensor = 3 .* the 4 heads .* can be 1, 2, 4, nearest 2"),
         ({"tensor": 8}, "the 4 heads .* nearest 4"),
         ({"context": 5}, "data.seq_len = 48 .* mesh.context = 5 .* mesh.context=4 or .*seq_len=50"),
+        ({"context": 16}, "two chunks each: take mesh.context=12 or data.seq_len=64"),
         ({"expert": 2}, "no experts"),
     ],
 )
 def test_a_mesh_that_the_model_cannot_be_split_over_is_refused_with_what_works(sizes, words):
     with pytest.raises(ConfigError, match=words):
         sharding.check_model(Sizes(**sizes), 48, SPEC)
+
+
+def test_a_mixer_that_cannot_work_on_a_part_of_a_row_is_named_with_its_layer():
+    class Recurrent(type(SPEC.layers[0].mixer)):
+        supports_context = False
+
+    mixer = Recurrent(**vars(SPEC.layers[1].mixer))
+    layers = SPEC.layers[0], dataclasses.replace(SPEC.layers[1], mixer=mixer)
+    spec = dataclasses.replace(SPEC, layers=layers)
+    sharding.check_model(Sizes(tensor=2), 48, spec)
+    with pytest.raises(ConfigError, match=r"mesh.context = 2: the Recurrent mixer of layer 1 "):
+        sharding.check_model(Sizes(context=2), 48, spec)
 
 
 def test_fewer_key_value_heads_than_devices_are_kept_on_all_of_them():

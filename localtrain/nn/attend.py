@@ -30,15 +30,15 @@ def attend(
     """Causal attention [B, T, N, H] in the dtype of q, differentiable in q, k, v and sinks.
 
     segments None: one document and no padding. Order and window count places in the row, which
-    within a segment is the same as positions. Where devices have a stretch of the row each (mesh
-    axis context), each gathers all keys and values.
+    within a segment is the same as positions. Where devices have a part of the row each (mesh axis
+    context, see nn/parallel.py), each gathers all keys and values, in order.
     """
     if kernel not in KERNELS:
         raise ValueError(f"attention kernel {kernel!r}: known are {', '.join(KERNELS)}")
-    fixed = Kernel(scale, window, softcap)
-    start = None
-    if size("context") > 1:
-        start = index("context") * q_BTNH.shape[1]
+    fixed = Kernel(scale, window, softcap, size("context"))
+    device = None
+    if fixed.ways > 1:
+        device = index("context")
         k_BTKH, v_BTKH = gather_length(k_BTKH), gather_length(v_BTKH)
         segments_BT = None if segments_BT is None else gather_length(segments_BT)
-    return blockwise(fixed, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N, start)
+    return blockwise(fixed, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N, device)

@@ -8,12 +8,17 @@ queries of a key/value head and the T positions are rows of one matrix:
 
     Z = batch x kv heads, R = T * G rows of queries, S keys; blocks of them in the loop.
 
+Where a row is split over n devices (nn/parallel.py), the queries here are two of its 2n chunks: the
+i-th from the start and the i-th from the end, which together see as many keys as those of any other
+device. The list then is a function of i, of the same length for all i.
+
 On CPU a step takes as many of Z as keep its scores in the cache; elsewhere all of them at once.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -35,14 +40,20 @@ class Kernel(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    ways: int = 1  # devices that a row is split over
 
 
 class Rows(NamedTuple):
-    """One step's view: first index in Z, first query position, first key position."""
+    """One step's view: first index in Z, first query, first key, and the query's place in the row.
+
+    live: False at the end of a list that is longer than needed.
+    """
 
     z: jax.Array
     t: jax.Array
     s: jax.Array
+    place: jax.Array
+    live: jax.Array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -53,21 +64,21 @@ def blockwise(
     v_BSKH: jax.Array,
     segments_BS: jax.Array | None,
     sinks_N: jax.Array | None,
-    start: jax.Array | None = None,
+    device: jax.Array | None = None,
 ) -> jax.Array:
     """Attention [B, T, N, H]; a query of segment 0 sees nothing and gets zeros.
 
-    start: the place of the first query among the keys (int32 scalar), when the queries are a
-    stretch of T of the S; None: T = S.
+    device: which of the `kernel.ways` devices this is (int32 scalar); its queries are two chunks
+    of the row, the keys are those of the row in order. None: T = S.
     """
-    return _forward(kernel, q_BTNH, k_BSKH, v_BSKH, segments_BS, sinks_N, start)[0]
+    return _forward(kernel, q_BTNH, k_BSKH, v_BSKH, segments_BS, sinks_N, device)[0]
 
 
-def _forward(kernel, q_BTNH, k_BSKH, v_BSKH, segments_BS, sinks_N, start=None):
+def _forward(kernel, q_BTNH, k_BSKH, v_BSKH, segments_BS, sinks_N, device=None):
     def run(block, limit, *args):
         return Blocks(kernel, block, limit, *args).forward()
 
-    args = q_BTNH, k_BSKH, v_BSKH, segments_BS, sinks_N, start
+    args = q_BTNH, k_BSKH, v_BSKH, segments_BS, sinks_N, device
     out_BTNH, lse_BTN = _by_platform(run, args)
     out_BTNH = checkpoint_name(out_BTNH, "attention")
     lse_BTN = checkpoint_name(lse_BTN, "attention_lse")
@@ -75,20 +86,20 @@ def _forward(kernel, q_BTNH, k_BSKH, v_BSKH, segments_BS, sinks_N, start=None):
 
 
 def _backward(kernel, saved, g_BTNH):
-    def run(block, limit, q, k, v, segments, sinks, start, out, lse, g):
-        return Blocks(kernel, block, limit, q, k, v, segments, sinks, start).backward(out, lse, g)
+    def run(block, limit, q, k, v, segments, sinks, device, out, lse, g):
+        return Blocks(kernel, block, limit, q, k, v, segments, sinks, device).backward(out, lse, g)
 
-    *_, segments_BS, sinks_N, start, out_BTNH, lse_BTN = saved
+    *_, segments_BS, sinks_N, device, out_BTNH, lse_BTN = saved
     dq, dk, dv = _by_platform(run, (*saved, g_BTNH))
     d_sinks = None
     if sinks_N is not None:
         delta_BTN = _row_sum(out_BTNH, g_BTNH)
         share_BTN = jnp.exp(sinks_N.astype(jnp.float32) - lse_BTN)
         d_sinks = -jnp.sum(share_BTN * delta_BTN, axis=(0, 1)).astype(sinks_N.dtype)
-    none, no_start = (
-        None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in (segments_BS, start)
+    none, nowhere = (
+        None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in (segments_BS, device)
     )
-    return dq, dk, dv, none, d_sinks, no_start
+    return dq, dk, dv, none, d_sinks, nowhere
 
 
 blockwise.defvjp(_forward, _backward)
@@ -120,24 +131,27 @@ class Blocks:
         v_BSKH: jax.Array,
         segments_BS: jax.Array | None,
         sinks_N: jax.Array | None,
-        start: jax.Array | None = None,
+        device: jax.Array | None = None,
     ):
         batch, length, heads, _ = q_BTNH.shape
-        self.kernel, self.batch, self.start = kernel, batch, start
+        self.kernel, self.batch, self.device = kernel, batch, device
         self.length, self.keys_length = length, k_BSKH.shape[1]
         self.kv_heads = k_BSKH.shape[2]
         self.group = heads // self.kv_heads
-        self.block = min(block, -(-length // 16) * 16)
-        self.padded, self.keys_padded = map(self.pad, (length, self.keys_length))
+        self.chunks = 1 if device is None else 2
+        self.chunk = length // self.chunks
+        self.block = min(block, -(-self.chunk // 16) * 16)
+        self.padded, self.keys_padded = map(self.pad, (self.chunk, self.keys_length))
         self.dtype = q_BTNH.dtype
-        self.q_ZRH, self.k_ZSH, self.v_ZSH = map(self.to_rows, (q_BTNH, k_BSKH, v_BSKH))
+        self.q_ZRH = self.queries_to_rows(q_BTNH)
+        self.k_ZSH, self.v_ZSH = map(self.to_rows, (k_BSKH, v_BSKH))
         self.rows = batch * self.kv_heads
         self.step = self.rows if limit is None else self._fitting(limit)
         self.sinks_N = sinks_N
         self.segments_ZS = None
         if segments_BS is not None:
             # room for the last queries' padding too, or their slice would be moved back
-            more = self.keys_padded - self.keys_length + (0 if start is None else self.padded)
+            more = self.keys_padded - self.keys_length + self.block
             segments_BS = self.in_place(segments_BS)
             segments_BS = jnp.pad(segments_BS, ((0, 0), (0, more)))
             self.segments_ZS = jnp.repeat(segments_BS, self.kv_heads, axis=0)
@@ -164,23 +178,51 @@ class Blocks:
         x = x_ZRH.reshape(self.batch, self.kv_heads, self.pad(length), -1).transpose(0, 2, 1, 3)
         return x[:, :length].reshape(self.batch, length, -1, size)
 
+    def queries_to_rows(self, x_BTNH: jax.Array) -> jax.Array:
+        """Rows of every chunk, padded to whole blocks by itself."""
+        x = x_BTNH.reshape(self.batch, self.chunks, self.chunk, *x_BTNH.shape[2:])
+        return jnp.concatenate([self.to_rows(x[:, c]) for c in range(self.chunks)], axis=1)
+
+    def queries_from_rows(self, x_ZRH: jax.Array) -> jax.Array:
+        chunks = jnp.split(x_ZRH, self.chunks, axis=1)
+        return jnp.concatenate([self.from_rows(x, self.chunk) for x in chunks], axis=1)
+
     # the loop -----------------------------------------------------------------------------------
 
-    def pairs(self) -> Rows:
-        """Every (z, t, s) whose blocks can see one another by order and window.
+    def places(self, device: Any) -> Any:
+        """The place in the row of the first query of each block, [blocks]."""
+        first = 0, (2 * self.kernel.ways - 1) * self.chunk
+        step = self.chunk, -self.chunk
+        chunk, inside = np.divmod(np.arange(0, self.chunks * self.padded, self.block), self.padded)
+        return np.take(first, chunk) + inside + np.take(step, chunk) * device
 
-        With a start, known only when running, every pair; `when_near` then skips.
-        """
-        block, window = self.block, self.kernel.window
-        near = [
-            (t, s)
-            for t in range(0, self.padded, block)
-            for s in range(0, self.keys_padded, block)
-            if self.start is not None or (s <= t and (window is None or s + block - 1 > t - window))
-        ]
-        steps = [(z, t, s) for z in range(0, self.rows, self.step) for t, s in near]
-        rows = Rows(*(jnp.asarray(column, jnp.int32) for column in zip(*steps, strict=True)))
-        return self.in_place(rows)
+    def reach(self, place: Any, xp: ModuleType) -> tuple[Any, Any]:
+        """First key block that queries from `place` on can see by order and window, and how many;
+        of arrays of `xp` (numpy or jax.numpy)."""
+        last = xp.minimum(place + self.block, self.keys_padded) - 1
+        window = self.kernel.window
+        first = 0 * place if window is None else xp.maximum(place - window + 1, 0)
+        return first // self.block, last // self.block - first // self.block + 1
+
+    def pairs(self) -> Rows:
+        """Every (z, t, s) whose blocks can see one another by order and window."""
+        xp, device = (np, 0) if self.device is None else (jnp, self.device)
+        place = self.places(device)
+        first, count = self.reach(place, xp)
+        ends = xp.cumsum(count)
+        most = max(self.visits(d) for d in range(self.kernel.ways))
+        number = np.arange(most)
+        block = xp.minimum(xp.searchsorted(ends, number, side="right"), len(place) - 1)
+        s = (first[block] + number - (ends - count)[block]) * self.block
+        parts = block * self.block, xp.minimum(s, self.keys_padded - self.block), place[block]
+        z = np.arange(0, self.rows, self.step)
+        t, s, place, live = (xp.tile(part, len(z)) for part in (*parts, number < ends[-1]))
+        rows = (np.repeat(z, most), t, s, place)
+        return self.in_place(Rows(*(jnp.asarray(x, jnp.int32) for x in rows), jnp.asarray(live)))
+
+    def visits(self, device: int) -> int:
+        """How many pairs of blocks a device takes for each z."""
+        return int(self.reach(self.places(device), np)[1].sum())
 
     def in_place(self, tree: Any) -> Any:
         """The same, made to look as if it depended on the queries.
@@ -208,7 +250,7 @@ class Blocks:
     def mask(self, at: Rows) -> jax.Array:
         """bool [Z or 1, rows, keys] of one step."""
         t_R = lax.broadcasted_iota(jnp.int32, (self.block, self.group), 0).reshape(-1, 1)
-        t_R = self.place(at) + t_R
+        t_R = at.place + t_R
         s_S = at.s + lax.broadcasted_iota(jnp.int32, (1, self.block), 1)
         mask = s_S <= t_R
         if self.kernel.window is not None:
@@ -220,28 +262,20 @@ class Blocks:
             mask = mask & (of_q == of_k[:, None, :]) & (of_q > 0)
         return mask
 
-    def place(self, at: Rows) -> jax.Array:
-        """The place of the first query among the keys."""
-        return at.t if self.start is None else self.start + at.t
-
     def _segments(self, at: Rows) -> tuple[jax.Array, jax.Array]:
-        of_q = self.keys(self.segments_ZS, at._replace(s=self.place(at)))
+        of_q = self.keys(self.segments_ZS, at._replace(s=at.place))
         return of_q, self.keys(self.segments_ZS, at)
 
     def when_near(self, at: Rows, compute, otherwise):
-        """compute() unless the segments of the two blocks are all different, or out of reach."""
-        if self.segments_ZS is None and self.start is None:
+        """compute() unless the segments of the two blocks are all different, or nothing is left."""
+        same = len({self.visits(d) for d in range(self.kernel.ways)}) == 1
+        if self.segments_ZS is None and same:
             return compute()
-        near = jnp.array(True)
+        near = at.live
         if self.segments_ZS is not None:
             of_q, of_k = self._segments(at)
             low = jnp.where(of_k > 0, of_k, np.iinfo(np.int32).max).min(1)  # 0 is no segment
-            near = ((of_q.max(1) >= low) & (of_q.min(1) <= of_k.max(1))).any()
-        if self.start is not None:
-            t = self.place(at)
-            near &= at.s <= t + self.block - 1
-            if self.kernel.window is not None:
-                near &= at.s + self.block - 1 > t - self.kernel.window
+            near &= ((of_q.max(1) >= low) & (of_q.min(1) <= of_k.max(1))).any()
         return lax.cond(near, compute, lambda: otherwise)
 
     def forward(self) -> tuple[jax.Array, jax.Array]:
@@ -254,7 +288,7 @@ class Blocks:
         top_ZR, total_ZR, out_ZRH = carry
         if self.sinks_N is not None:
             sinks = self.sinks_N.astype(jnp.float32).reshape(1, self.kv_heads, 1, self.group)
-            shape = (self.batch, self.kv_heads, self.padded, self.group)
+            shape = (self.batch, self.kv_heads, self.chunks * self.padded, self.group)
             sinks_ZR = jnp.broadcast_to(sinks, shape).reshape(z, r)
             new_ZR = jnp.maximum(top_ZR, sinks_ZR)
             shrink_ZR = jnp.exp(top_ZR - new_ZR)
@@ -263,8 +297,8 @@ class Blocks:
         total_ZR = jnp.maximum(total_ZR, 1e-30)
         out_ZRH = out_ZRH / total_ZR[..., None]
         lse_ZR1 = (top_ZR + jnp.log(total_ZR))[..., None]
-        out_BTNH = self.from_rows(out_ZRH, self.length).astype(self.dtype)
-        return out_BTNH, self.from_rows(lse_ZR1, self.length)[..., 0]
+        out_BTNH = self.queries_from_rows(out_ZRH).astype(self.dtype)
+        return out_BTNH, self.queries_from_rows(lse_ZR1)[..., 0]
 
     def _forward_step(self, carry, at: Rows):
         top, total, out = (self.queries(x, at) for x in carry)
@@ -288,9 +322,9 @@ class Blocks:
 
     def backward(self, out_BTNH, lse_BTN, g_BTNH) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Gradients of q, k and v."""
-        g_ZRH = self.to_rows(g_BTNH)
-        lse_ZR = self.to_rows(lse_BTN[..., None])[..., 0]
-        delta_ZR = self.to_rows(_row_sum(out_BTNH, g_BTNH)[..., None])[..., 0]
+        g_ZRH = self.queries_to_rows(g_BTNH)
+        lse_ZR = self.queries_to_rows(lse_BTN[..., None])[..., 0]
+        delta_ZR = self.queries_to_rows(_row_sum(out_BTNH, g_BTNH)[..., None])[..., 0]
         step = partial(self._backward_step, g_ZRH, lse_ZR, delta_ZR)
         start = (
             jnp.zeros(self.q_ZRH.swapaxes(1, 2).shape, jnp.float32),
@@ -298,13 +332,9 @@ class Blocks:
             jnp.zeros(self.v_ZSH.shape, jnp.float32),
         )
         (dq_ZHR, dk_ZSH, dv_ZSH), _ = lax.scan(step, start, self.pairs())
-        parts = (
-            (dq_ZHR.swapaxes(1, 2), self.length),
-            (dk_ZSH, self.keys_length),
-            (dv_ZSH, self.keys_length),
-        )
-        dq, dk, dv = (self.from_rows(x, length).astype(self.dtype) for x, length in parts)
-        return dq, dk, dv
+        dq = self.queries_from_rows(dq_ZHR.swapaxes(1, 2))
+        dk, dv = (self.from_rows(x, self.keys_length) for x in (dk_ZSH, dv_ZSH))
+        return tuple(x.astype(self.dtype) for x in (dq, dk, dv))
 
     def _backward_step(self, g_ZRH, lse_ZR, delta_ZR, carry, at: Rows):
         dq_ZHR, dk_ZSH, dv_ZSH = carry

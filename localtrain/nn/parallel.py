@@ -7,9 +7,11 @@ shard_map, and on axes of size 1, each of them does nothing: one source for a la
 The scheme: fsdp as in "ZeRO" (arXiv 1910.02054): a layer's matrices are gathered when it runs, in
 the compute dtype, and gathered again in the backward pass; their gradients are summed and scattered
 in float32. tensor as in "Megatron-LM" (arXiv 1909.08053): `enter` before a product whose columns
-are split, `leave` after one whose rows are. context: each device has a stretch of every row, and
-gathers keys and values. shard_map does not check replication here (check_vma=False): what is equal
-on all devices of an axis, gradients included, is said by enter and leave.
+are split, `leave` after one whose rows are. context: a row is 2n chunks, device i has chunks i and
+2n-1-i (as in "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2: of one stretch each the
+last device would have most of the causal work), and gathers keys and values. shard_map does not
+check replication here (check_vma=False): what is equal on all devices of an axis, gradients
+included, is said by enter and leave.
 """
 
 from __future__ import annotations
@@ -98,11 +100,26 @@ def _gather_forward(dim: int, w: jax.Array):
 _gather.defvjp(_gather_forward, _scatter)
 
 
+def balance(x_BT: jax.Array) -> jax.Array:
+    """This device's two chunks of every row, from its stretch: what comes with tokens is put into
+    the order of the work once, before the first layer. Not to be differentiated."""
+    ways = size("context")
+    if ways == 1:
+        return x_BT
+    whole_BS = lax.all_gather(x_BT, "context", axis=1, tiled=True)
+    chunks = whole_BS.reshape(x_BT.shape[0], 2 * ways, -1)
+    mine = jnp.stack([index("context"), 2 * ways - 1 - index("context")])
+    return jnp.take(chunks, mine, axis=1).reshape(x_BT.shape)
+
+
 def gather_length(x: jax.Array) -> jax.Array:
-    """[B, T, ...] of this device's stretch to [B, S, ...] of the whole rows."""
+    """[B, T, ...] of this device's two chunks to [B, S, ...] of the whole rows, in order."""
     if size("context") == 1:
         return x
-    return lax.all_gather(x, "context", axis=1, tiled=True)
+    parts = lax.all_gather(x, "context")  # [devices, B, T, ...]
+    first, last = jnp.split(parts, 2, axis=2)
+    chunks = jnp.moveaxis(jnp.concatenate([first, last[::-1]]), 0, 1)
+    return chunks.reshape(x.shape[0], -1, *x.shape[2:])
 
 
 def own_kv_heads(w: jax.Array, kv_heads: int) -> jax.Array:
@@ -150,6 +167,7 @@ def refetch(body, *, scanned: bool):
 
 
 def _is_ours(primitive, *_, **params) -> bool:
-    """Whether to keep a value: not if gathered, nor if only the shape or type of one."""
+    """Whether to keep a value: not if gathered, nor if only the shape, type or order of one."""
     cheap = ("reshape", "convert_element_type", "transpose", "squeeze", "broadcast_in_dim")
-    return primitive.name not in ("all_gather", *cheap)
+    order = ("split", "slice", "rev", "concatenate")
+    return primitive.name not in ("all_gather", *cheap, *order)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Gqa:
     qk_norm: Norm | None = None
     softcap: float | None = None
     sinks: bool = False
+    supports_context: ClassVar[bool] = True  # works on rows split over devices (mesh.context)
 
     def parameters(self, dim: int) -> int:
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
