@@ -2,8 +2,8 @@
 
 metrics.jsonl is the record: one JSON object per logged step, flushed as it is written, so that a
 kill loses nothing. On resume, rows after the restored step go (they will be computed again) and an
-event row marks the place. TensorBoard gets one event file per attempt; its first event tells it to
-purge what earlier attempts logged at the steps to come.
+event row marks the place and says what went. TensorBoard gets one event file per attempt; its first
+event tells it to purge what earlier attempts logged at the steps to come.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from localtrain import storage
 from localtrain.errors import StorageError
 from localtrain.eventfile import EventFile
+from localtrain.goodput import discarded
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class MetricsWriter:
 
     def __init__(self, run_dir: str | os.PathLike, restored_step: int = 0):
         self.path = Path(run_dir) / METRICS
-        resumed = _rewind(self.path, restored_step) or restored_step > 0
+        lost = _rewind(self.path, restored_step)
+        resumed = lost is not None or restored_step > 0
         try:
             self._file = open(self.path, "ab")  # noqa: SIM115
             folder = Path(run_dir) / TENSORBOARD
@@ -44,7 +46,7 @@ class MetricsWriter:
         except OSError as error:
             raise storage.storage_error("write", str(self.path), error) from error
         if resumed:
-            self.event("resume", restored_step)
+            self.event("resume", restored_step, **(lost or {}))
 
     def log(self, row: dict[str, Any]) -> None:
         """Append a row (`step` and any numbers; `time` is added) and chart its numbers.
@@ -128,23 +130,31 @@ def chart_name(key: str) -> str:
     return f"eval/{key.removeprefix('eval_')}" if key.startswith("eval") else f"train/{key}"
 
 
-def _rewind(path: Path, step: int) -> bool:
-    """Remove rows after `step` and torn lines; True if there were rows of an earlier attempt."""
+def _rewind(path: Path, step: int) -> dict[str, Any] | None:
+    """Remove rows after `step` and torn lines; what they stood for (`goodput.discarded`), or None
+    without rows of an earlier attempt. Of step 0 the rows that say who started when stay."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        return False
+        return None
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}.") from error
     parsed = _parse(raw)
-    kept = [line for line, row in parsed if row is not None and row["step"] <= step and step > 0]
+    rows = [(line, row) for line, row in parsed if row is not None]
+    kept = [
+        (line, row)
+        for line, row in rows
+        if row["step"] <= step and (step > 0 or row.get("event") in ("start", "resume"))
+    ]
     torn = sum(row is None for _, row in parsed[:-1])
     if torn:
         log.warning("%s: %d lines were not valid JSON and are removed", path, torn)
-    data = b"".join(line + b"\n" for line in kept)
+    data = b"".join(line + b"\n" for line, _ in kept)
     if data != raw:
         storage.write_atomic(str(path), data)
-    return bool(parsed)
+    if not parsed:
+        return None
+    return discarded([row for _, row in rows], [row for _, row in kept], step)
 
 
 def _parse(raw: bytes) -> list[tuple[bytes, dict[str, Any] | None]]:

@@ -102,6 +102,10 @@ class StepLog:
         self.progress.update(row)
         self._reset()
 
+    def unlogged(self) -> dict[str, float]:
+        """Times of the steps since the last row, for the row of a save: no other may follow."""
+        return {"steps_s": round(self._seconds, 3), "wait_s": round(self._wait, 3)}
+
     def has_eval(self, step: int) -> bool:
         return step in self._evaluated
 

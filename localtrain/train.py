@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from localtrain import runtime, storage
+from localtrain import goodput, runtime, storage
 from localtrain.backend import choose
 from localtrain.checkpoint import Checkpoints
 from localtrain.config import RunConfig, load_run
@@ -62,14 +62,17 @@ def train(
     devices: int | None = None,
     override: bool = False,
     dry_run: bool = False,
+    began: float | None = None,
 ) -> Result:
     """Train a run to its last step, resuming what is in its directory.
 
     run: a RunConfig, or the name, path or URL of a run file. backend: where (None: the best usable
-    one). out: run directory (None: runs/<name>). Raises the errors of `localtrain.errors`;
-    Stopped (75) when a signal ended it after saving.
+    one). out: run directory (None: runs/<name>). began: time.time() at the start of the program,
+    for the account of the time. Raises the errors of `localtrain.errors`; Stopped (75) when a
+    signal ended it after saving.
     """
-    began = time.time()
+    called = time.time()
+    began = called if began is None else began
     run = load_run(run) if isinstance(run, str) else run
     if run.task not in TASKS:
         raise ConfigError(f"task: {run.task} is not in this version; it has {', '.join(TASKS)}.")
@@ -97,7 +100,8 @@ def train(
             log.info("%s", line)
         if home.finished and not left and _intact(home) >= run.train.steps:
             return _result(home)
-        facts = runtime.host_facts() | {"began": began}
+        facts = runtime.host_facts() | {"began": began, "import_s": called - began}
+        facts["init_s"] = time.time() - called
         log.info("%s", runtime.describe_host(facts))
         home.write_model(start.hf)
         start.keep(str(home.path))
@@ -128,8 +132,10 @@ def _train(
     """Restore or initialise, run the loop, sum up. `facts`: of this start, for the record."""
     run = job.run
     checkpoints = home.checkpoints(run.checkpoint.keep)
+    clock = time.monotonic()
     state, trained = _start(job, corpus, checkpoints, source, override)
     first = int(state["step"])
+    facts["restore_s"] = time.monotonic() - clock
     with (
         MetricsWriter(home.path, first) as metrics,
         Progress(run.train.steps) as progress,
@@ -154,6 +160,8 @@ def _train(
                 f"the checkpoint is saved. Start the same command again to go on."
             )
         metrics.event("end", run.train.steps)
+        if line := goodput.describe(goodput.goodput(read_metrics(home.path))):
+            log.info("%s", line)
     return result
 
 
@@ -203,7 +211,7 @@ def _loop(
             "stacks": [[len(stack.period), stack.repeat] for stack in job.network.stacks],
         }
         seconds = checkpoints.save(step, state, meta, block)
-        desk.metrics.event("save", step, seconds=round(seconds, 3))
+        desk.metrics.event("save", step, seconds=round(seconds, 3), **desk.unlogged())
 
     def evaluate_if_due(state: Tree, step: int) -> None:
         every = run.eval.every
@@ -241,7 +249,7 @@ def _loop(
                 desk.read()
                 evaluate_if_due(state, step)
                 if save_due:
-                    save(state, step)
+                    save(state, step, block=last)
                     saved, saved_at = step, time.monotonic()
                 desk.resume_clock()
         desk.read()

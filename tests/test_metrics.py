@@ -81,11 +81,12 @@ def test_on_resume_rows_after_the_restored_step_go_and_the_place_is_marked(tmp_p
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5, (5, "resume"), 6]
 
 
-def test_a_start_over_removes_every_row(tmp_path):
+def test_a_start_over_removes_every_row_but_counts_what_went(tmp_path):
     write(tmp_path, [1, 2, 3])
-    for _ in range(2):
+    for starts in (1, 2):
         write(tmp_path, [1], restored=0)
-        assert steps_of(tmp_path) == [(0, "resume"), 1]
+        assert steps_of(tmp_path) == [(0, "resume")] * starts + [1]
+    assert [row["lost_steps"] for row in read_metrics(tmp_path) if "event" in row] == [3, 1]
 
 
 def test_rows_that_stay_keep_their_bytes(tmp_path):

@@ -11,10 +11,10 @@ import pytest
 
 from localtrain.cli import run as command
 from localtrain.config import load_run
+from localtrain.goodput import describe, discarded, goodput
 from localtrain.lock import FolderLock
 from localtrain.models import read_preset
 from localtrain.report import curves, write_report
-from localtrain.report.facts import time_use
 
 EVIL = "<script>alert('x')</script>&amp;"
 
@@ -303,33 +303,76 @@ def test_the_smoothed_curve_has_no_start_up_bias():
 # ---- where the time went
 
 
+def seconds(rows):
+    return {one["what"]: one["seconds"] for one in goodput(rows)["parts"]}
+
+
 def test_time_is_summed_from_what_was_recorded():
-    spent = {one["what"]: one["seconds"] for one in time_use(FINISHED)}
+    found = goodput(FINISHED)
     # 2000 tokens at 1000 tokens/s; 9 s before the start row, 22 s after it
-    assert spent == {
+    assert seconds(FINISHED) == {
         **{"data": 1.0, "compile": 5.0, "steps": 1.8, "wait": 0.2, "eval": 0.25, "sample": 0.5},
         **{"save": 0.125, "other": pytest.approx(31 - 8.875)},
     }
-    assert sum(one["share"] for one in time_use(FINISHED)) == pytest.approx(1)
+    assert sum(one["share"] for one in found["parts"]) == pytest.approx(1)
+    assert found["wall_s"] == 31 and found["goodput"] == pytest.approx(1.8 / 31)
+    assert found["attempts"] == 1 and found["lost_steps"] == 0
+    line = describe(found)
+    assert line.startswith("goodput 5.8% of 31.0 s") and "not recorded 71.4%, compiling" in line
 
 
-def test_a_resume_counts_its_own_steps_and_its_own_start():
+def test_a_resume_counts_its_own_steps_its_own_start_and_what_lay_between():
     rows = [
         started(),
         *(train_row(n) for n in (5, 10)),
         {"event": "resume", "step": 12, "time": 2e9},
     ]
     rows += [started(12, at=2e9), train_row(15, time=2e9 + 1), train_row(20, time=2e9 + 2)]
-    spent = {one["what"]: one["seconds"] for one in time_use(rows)}
+    spent = seconds(rows)
     assert spent["steps"] + spent["wait"] == pytest.approx((10 + 8) * 0.1)
-    assert spent["compile"] == 10.0
-    assert sum(spent.values()) == pytest.approx((9 + 10) + (9 + 2))
+    assert spent["compile"] == 10.0 and spent["idle"] == 2e9 - 9 - (1e9 + 10)
+    assert sum(spent.values()) - spent["idle"] == pytest.approx((9 + 10) + (9 + 2))
+    found = goodput(rows)
+    assert found["goodput_running"] > found["goodput"]
+    assert found["wall_s"] == pytest.approx(2e9 + 2 - (1e9 - 9))
+
+
+def resume(rows, step, at):
+    """The rows after a resume at `step`, as MetricsWriter leaves them."""
+    kept = [row for row in rows if row["step"] <= step]
+    mark = {"event": "resume", "step": step, **discarded(rows, kept, step), "time": at}
+    return [*kept, mark, started(step, at=at)]
+
+
+def test_lost_steps_are_counted_however_often_and_far_a_run_falls_back():
+    rows = [started(), *(train_row(n) for n in range(1, 13))]  # 1 s a row, 0.1 s of it the step
+    rows = resume(rows, 10, at=1e9 + 100)
+    assert (goodput(rows)["lost_steps"], seconds(rows)["lost"]) == (2, 2.0)
+    assert seconds(rows)["idle"] == 100 - 9 - 12
+    rows += [train_row(n, time=1e9 + 100 + n) for n in range(11, 14)]
+    far = resume(rows, 5, at=1e9 + 200)  # the checkpoint of step 10 was damaged
+    found = goodput(far)
+    # 6 to 12 of the first attempt, 11 to 13 of the second, and the second's start
+    assert found["lost_steps"] == 7 + 3 and found["attempts"] == 2
+    assert seconds(far)["lost"] == (12 - 5) + (9 + 13)
+    assert seconds(far)["idle"] == (100 - 9 - 12) + (200 - 9 - 113)
+    assert sum(seconds(far).values()) == pytest.approx(209) == found["wall_s"]
+
+
+def test_steps_that_a_checkpoint_kept_without_a_row_are_not_lost():
+    save = {"event": "save", "step": 13, "seconds": 0.5, "steps_s": 0.3, "wait_s": 0.1}
+    rows = [started(), train_row(10), {**save, "time": 1e9 + 14}, train_row(20)]
+    later = resume(rows, 13, at=1e9 + 50)
+    assert goodput(later)["lost_steps"] == 7
+    assert seconds(later)["steps"] == pytest.approx(1.0 + 0.3 - 0.01 - 0.1)
+    assert seconds(rows)["steps"] == pytest.approx(2.0 - 0.02)  # a row came after: not twice
 
 
 def test_without_recorded_times_nothing_is_made_up():
-    assert time_use([]) == []
-    assert time_use([{"step": 1, "loss": 2.0}]) == []
-    assert [one["what"] for one in time_use([train_row(1)])] == ["steps", "wait"]
+    assert goodput([])["parts"] == [] and goodput([])["goodput"] is None
+    assert goodput([{"step": 1, "loss": 2.0}])["parts"] == []
+    assert list(seconds([train_row(1)])) == ["steps", "wait"]
+    assert goodput([train_row(1)])["goodput"] is None and describe(goodput([])) is None
 
 
 # ---- the command

@@ -184,6 +184,31 @@ def test_killed_anywhere_and_started_again_it_equals_the_uninterrupted_run(
     assert_equal_runs(out, straight[0])
 
 
+def test_the_account_of_a_run_that_was_killed_twice_adds_up(folder, tmp_path):
+    out, lost, began = tmp_path / "account", 0, time.time()
+    more = ["train.steps=300", "eval.every=0", "eval.sample_length=0"]
+    for reach in (8, 33):
+        process = start(folder, out, *more)
+        wait_for(out, reach, process)
+        process.kill()
+        process.communicate()
+        reached = max(row["step"] for row in rows(out))
+        lost += reached - (Checkpoints(out / "checkpoints").latest() or 0)
+    done = run(folder, out, *more)
+    report = [sys.executable, "-m", "localtrain", "report", str(out), "--json"]
+    found = json.loads(subprocess.run(report, capture_output=True, check=True).stdout)["time"]
+    assert found["attempts"] == 3 and found["lost_steps"] == lost
+    spent = {one["what"]: one["seconds"] for one in found["parts"]}
+    assert {"steps", "import", "init", "data", "compile", "restore", "save", "idle"} <= spent.keys()
+    first = next(row for row in events(out) if "began" in row)
+    last = read_metrics(out)[-1]
+    assert first["began"] > began - 0.05 and last["event"] == "end"
+    assert sum(spent.values()) == pytest.approx(last["time"] - first["began"], abs=0.05)
+    assert spent["other"] < 0.25 * found["wall_s"]  # the rest that nothing recorded
+    assert (spent.get("lost", 0) > 0) == (lost > 0)
+    assert f"(3 attempts, {lost} steps repeated)" in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_exits_75_and_the_same_command_goes_on(folder, straight, tmp_path, number):
     out = tmp_path / "stopped"

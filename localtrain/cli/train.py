@@ -54,10 +54,17 @@ def _start(
     choose(backend)  # a backend that cannot be used is refused before jax is loaded
     storage.reach(out or "")  # and so is a URL without its package or credentials
 
+    from localtrain.goodput import process_start
     from localtrain.train import train as start
 
     result = start(
-        loaded, backend=backend, out=out, devices=devices, override=override, dry_run=dry_run
+        loaded,
+        backend=backend,
+        out=out,
+        devices=devices,
+        override=override,
+        dry_run=dry_run,
+        began=process_start(),
     )
     if as_json:
         print_json(_document(loaded, result, dry_run))

@@ -17,6 +17,7 @@ from localtrain import storage
 from localtrain.config import explain
 from localtrain.config.secret import is_secret_key, mask
 from localtrain.errors import DataError, LocaltrainError
+from localtrain.goodput import goodput, number
 from localtrain.metrics import METRICS, read_metrics
 from localtrain.report.state import state_of
 
@@ -49,7 +50,7 @@ def gather(run_dir: str) -> dict[str, Any]:
             "model": _model(stored, hub, problems),
             "place": {key: starts[-1].get(key) for key in _PLACE} if starts else {},
             "losses": losses(rows),
-            "time": time_use(rows),
+            "time": goodput(rows),
             "settings": settings,
             "samples": _samples(rows),
             "events": [_event(row) for row in rows if row.get("event") in _EVENTS],
@@ -62,13 +63,6 @@ def gather(run_dir: str) -> dict[str, Any]:
 
 _PLACE = ("localtrain", "jax", "python", "platform", "device", "devices", "processes", "system")
 _EVENTS = ("start", "resume", "stop", "end", "non_finite")
-
-
-def number(value: Any) -> float | None:
-    """A finite number that can be drawn, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
-        return None  # NaN too: it is less than nothing
-    return float(value)
 
 
 def series(rows: list[Row], key: str) -> list[tuple[int, float | None]]:
@@ -91,51 +85,6 @@ def losses(rows: list[Row]) -> dict[str, Any]:
         "eval_best_step": best[0],
         "tokens": int(tokens[-1]) if tokens else 0,
     }
-
-
-def windows(rows: list[Row]) -> Iterator[tuple[int, float, float]]:
-    """(step, seconds, seconds of it waiting for data) of each logged row, over the steps since the
-    row before it or since the resume."""
-    before = 0
-    for row in rows:
-        if row.get("event") in ("resume", "start"):
-            before = row["step"]
-        elif "loss" in row:
-            rate, tokens = number(row.get("tokens_per_s")), number(row.get("tokens"))
-            steps, before = row["step"] - before, row["step"]
-            if rate and tokens and steps > 0 and rate > 0:
-                seconds = steps * tokens / row["step"] / rate
-                yield row["step"], seconds, min(number(row.get("data_wait_s")) or 0.0, seconds)
-
-
-def time_use(rows: list[Row]) -> list[dict[str, Any]]:
-    """Seconds by what they went into, over all attempts; what a resume discarded is left out."""
-    spent = dict.fromkeys(("data", "compile", "steps", "wait", "eval", "sample", "save"), 0.0)
-    wall, began, last = 0.0, None, None
-    for row in rows:
-        event = row.get("event")
-        if event in ("resume", "start"):  # the attempt before ended at its last row
-            wall += last - began if began is not None else 0.0
-            began = None
-        if event == "start":
-            began = number(row.get("began"))
-            spent["data"] += number(row.get("data_s")) or 0.0
-            spent["compile"] += number(row.get("compile_s")) or 0.0
-        elif event in ("eval", "sample", "save"):
-            spent[event] += number(row.get("seconds")) or 0.0
-        last = max(number(row.get("time")) or 0.0, began or 0.0)
-    wall += last - began if began is not None else 0.0
-    for _, seconds, wait in windows(rows):
-        spent["steps"] += seconds - wait
-        spent["wait"] += wait
-    known = sum(spent.values())
-    spent["other"] = max(0.0, wall - known)
-    whole = known + spent["other"]
-    return [
-        {"what": what, "seconds": round(seconds, 3), "share": seconds / whole}
-        for what, seconds in spent.items()
-        if seconds > 0
-    ]
 
 
 def _read(run_dir: str, name: str, parse: Any, problems: list[str]) -> dict[str, Any]:

@@ -10,20 +10,10 @@ from typing import Any
 
 from jinja2 import Environment
 
+from localtrain.goodput import PARTS, windows
 from localtrain.progress import duration, quantity
 from localtrain.report.curves import FRAME, Curve, chart, smooth
-from localtrain.report.facts import series, windows
-
-WHAT = {  # parts of the time, in the order of the bar
-    "steps": "training steps",
-    "wait": "waiting for data",
-    "eval": "evaluation",
-    "sample": "sample texts",
-    "save": "saving (steps held up)",
-    "compile": "compiling",
-    "data": "preparing data",
-    "other": "not recorded (start, restoring, stops)",
-}
+from localtrain.report.facts import series
 
 
 def render(facts: dict[str, Any]) -> str:
@@ -37,11 +27,13 @@ def render(facts: dict[str, Any]) -> str:
         "quantity": quantity,
     }
     source = resources.files("localtrain.report").joinpath("page.html").read_text("utf-8")
-    spent = {one["what"]: one for one in facts["time"]}
+    spent = {one["what"]: one for one in facts["time"]["parts"]}
     return environment.from_string(source).render(
         facts,
         charts=charts(facts["rows"]),
-        spent=[{**spent[key], "key": key, "name": WHAT[key]} for key in WHAT if key in spent],
+        spent=[
+            {**spent[key], "key": key, "name": name} for key, name in PARTS.items() if key in spent
+        ],
         rate=_median(facts["rows"], "tokens_per_s"),
         mfu=_median(facts["rows"], "mfu"),
         frame=FRAME,
