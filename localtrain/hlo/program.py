@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from localtrain.hlo.text import ARRAY, Instruction, numbers, parse, replica_groups
+
 KINDS = (
     "all-gather",
     "all-reduce",
@@ -24,37 +26,12 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}  # others: in the name
 
-_HEAD = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s+\(.*\{\s*$")
-_LINE = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|called_computations)=\{?%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"?known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)')
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
-_MESH = re.compile(r"replica_groups=@?mesh\w*\[([^\]]*)\](?:[^{]*)\{([^}]*)\}")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACT = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
-
-
-@dataclass(frozen=True)
-class Instruction:
-    name: str
-    type: str  # as written: f32[8,16]{1,0}, or a tuple of these
-    op: str
-    rest: str  # operands and attributes, as written
-
-    @property
-    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(element type, dims) of each array of the result."""
-        return [(t, _numbers(dims)) for t, dims in _ARRAY.findall(self.type)]
-
-    @property
-    def operands(self) -> list[str]:
-        """Names of what it takes."""
-        return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
 
 
 @dataclass(frozen=True)
@@ -65,6 +42,7 @@ class Use:
     computation: str
     times: int
     loops: tuple[str, ...]
+    fused: bool  # inside a fusion: its values are never written to memory
 
 
 @dataclass(frozen=True)
@@ -89,21 +67,26 @@ class Program:
     entry: str = ""
     devices: int = 1
 
-    def walk(self, name: str | None = None, times: int = 1, loops=()) -> Iterator[Use]:
+    def walk(
+        self, name: str | None = None, times: int = 1, loops=(), fused: bool = False
+    ) -> Iterator[Use]:
         """Every instruction that runs, inner computations included."""
         name = name or self.entry
         for one in self.computations.get(name, ()):
-            yield Use(one, name, times, loops)
+            yield Use(one, name, times, loops, fused)
             if one.op.endswith(("-done", "-update")):  # names the computation of its start again
                 continue
             if one.op == "conditional":
-                yield from self._largest_branch(one, times, loops)
+                yield from self._largest_branch(one, times, loops, fused)
                 continue
             for called in _CALLED.findall(one.rest):
                 if one.op == "while":
-                    yield from self.walk(called, times * self.trips(one), (*loops, called))
-                elif one.op in ("fusion", "call", "async-start", "custom-call"):
-                    yield from self.walk(called, times, loops)
+                    inner = (*loops, called)
+                    yield from self.walk(called, times * self.trips(one), inner, fused)
+                elif one.op in ("call", "async-start"):
+                    yield from self.walk(called, times, loops, fused)
+                elif one.op in ("fusion", "custom-call"):
+                    yield from self.walk(called, times, loops, True)
 
     def trips(self, one: Instruction) -> int:
         """How often a loop runs: as noted, else what its counter is compared with; else 1."""
@@ -111,20 +94,20 @@ class Program:
             return int(found[1])
         condition = re.search(r"\bcondition=%?([\w.\-]+)", one.rest)
         body = self.computations.get(condition[1] if condition else "", [])
-        numbers = {
+        known = {
             i.name: int(value[1])
             for i in body
             if i.op == "constant" and (value := re.match(r"(\d+)\)", i.rest))
         }
         for last in body:
             if last.op == "compare" and "direction=LT" in last.rest:
-                return next((numbers[name] for name in last.operands if name in numbers), 1)
+                return next((known[name] for name in last.operands if name in known), 1)
         return 1
 
-    def _largest_branch(self, one: Instruction, times: int, loops) -> Iterator[Use]:
+    def _largest_branch(self, one: Instruction, times: int, loops, fused: bool) -> Iterator[Use]:
         found = _BRANCHES.findall(one.rest)
         names = [n.strip(" %") for many, single in found for n in (many or single).split(",")]
-        branches = [list(self.walk(name, times, loops)) for name in names]
+        branches = [list(self.walk(name, times, loops, fused)) for name in names]
         yield from max(branches, key=lambda uses: sum(map(self._flops, uses)), default=[])
 
     def collectives(self) -> list[Collective]:
@@ -148,16 +131,14 @@ class Program:
             return None
         groups = replica_groups(one.rest)
         size = len(groups[0]) if groups else self.devices
-        arrays = [_bytes(*shape) for shape in one.shapes]
+        arrays = [array.bytes for array in one.arrays]
         if one.op == "collective-permute-start":
             arrays = arrays[1:2]  # of (input, output, two counters)
         elif one.op.endswith("-start") and kind != "all-reduce":
             arrays = arrays[len(arrays) // 2 :]  # of (inputs, outputs)
         count = sum(arrays) * (size if kind == "reduce-scatter" else 1)
-        name = re.search(r'op_name="([^"]*)"', one.rest)
-        return Collective(
-            kind, count, size, groups, use.times, use.loops, one.type, name[1] if name else ""
-        )
+        name = one.attribute("op_name")
+        return Collective(kind, count, size, groups, use.times, use.loops, one.type, name)
 
     def flops(self) -> int:
         """FLOPs of the matrix products on one device, 2 a multiply-add."""
@@ -172,15 +153,15 @@ class Program:
         if contract is None:
             return 0
         dims = self._operand_dims(use)[0]
-        inner = math.prod(dims[d] for d in _numbers(contract[1].replace('"', "")))
-        return 2 * math.prod(one.shapes[0][1]) * inner * use.times
+        inner = math.prod(dims[d] for d in numbers(contract[1].replace('"', "")))
+        return 2 * math.prod(one.arrays[0].dims) * inner * use.times
 
     def _operand_dims(self, use: Use) -> list[tuple[int, ...]]:
         written = use.instruction.rest.split("), ")[0]
-        if typed := _ARRAY.findall(written):  # older texts repeat the types
-            return [_numbers(dims) for _, dims in typed]
+        if typed := ARRAY.findall(written):  # older texts repeat the types
+            return [numbers(dims) for _, dims, _ in typed]
         types = {i.name: i for i in self.computations[use.computation]}
-        return [types[name].shapes[0][1] for name in use.instruction.operands]
+        return [types[name].arrays[0].dims for name in use.instruction.operands]
 
     def _convolution(self, use: Use) -> int:
         """Multiply-adds, without those on padding and on the holes of a dilated input."""
@@ -190,7 +171,7 @@ class Program:
             dict(zip(labels[n], dims, strict=True))
             for n, dims in zip((1, 2), self._operand_dims(use), strict=False)
         )
-        out = dict(zip(labels[3], one.shapes[0][1], strict=True))
+        out = dict(zip(labels[3], one.arrays[0].dims, strict=True))
         count = out["b"] * out["f"] * rhs["i"]
         written = _WINDOW.search(one.rest)  # absent without spatial axes
         window = dict(re.findall(r"(\w+)=([\dx_\-]+)", written[1] if written else ""))
@@ -211,38 +192,7 @@ class Program:
 
 def read(text: str) -> Program:
     """A program from `Compiled.as_text()`."""
-    program, current = Program(), []
-    if found := re.search(r"\bnum_partitions=(\d+)", text[:100_000]):
-        program.devices = int(found[1])
-    for line in text.splitlines():
-        if head := _HEAD.match(line):
-            current = program.computations.setdefault(head[2], [])
-            program.entry = head[2] if head[1] else program.entry
-        elif found := _LINE.match(line):
-            current.append(Instruction(*found.groups()))
-    return program
-
-
-def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of devices of a collective, in any of the ways that XLA writes them."""
-    if found := _IOTA.search(attributes):
-        shape, dims = _numbers(found[1]), _numbers(found[2])
-        order = _numbers(found[3]) if found[3] else tuple(range(len(dims)))
-        flat = _transposed(dims, order)
-        width = shape[-1]
-        return tuple(tuple(flat[i : i + width]) for i in range(0, len(flat), width))
-    if found := _LISTS.search(attributes):
-        return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", found[1]))
-    if found := _MESH.search(attributes):
-        sizes = {n: int(s) for n, s in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        inside = set(re.findall(r"'([^']+)'", found[2]))
-        names = list(sizes)
-        last = [n for n in names if n not in inside] + [n for n in names if n in inside]
-        order = tuple(names.index(n) for n in last)
-        flat = _transposed(tuple(sizes.values()), order)
-        width = math.prod(sizes[n] for n in inside)
-        return tuple(tuple(flat[i : i + width]) for i in range(0, len(flat), width))
-    return ()
+    return Program(*parse(text))
 
 
 def by_kind(collectives: list[Collective]) -> dict[str, dict[str, int]]:
@@ -253,24 +203,3 @@ def by_kind(collectives: list[Collective]) -> dict[str, dict[str, int]]:
         row["count"] += one.times
         row["bytes"] += one.times * one.bytes
     return found
-
-
-def _transposed(dims: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
-    """0, 1, 2, ... as an array of `dims`, transposed, as a flat list."""
-    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    flat = [0]
-    for axis in order:
-        flat = [base + k * strides[axis] for base in flat for k in range(dims[axis])]
-    return flat
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(",") if n)
-
-
-def _bytes(kind: str, dims: tuple[int, ...]) -> int:
-    bits = BITS.get(kind)
-    if bits is None:
-        digits = re.match(r"[a-z]+(\d+)", kind)  # f32, s8, f8e4m3fn
-        bits = int(digits[1]) if digits else 0
-    return math.prod(dims) * bits // 8
