@@ -1,5 +1,6 @@
 """Real servers for s3:// and gs:// on loopback, each behind a proxy that can make it fail."""
 
+import json
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fault_proxy import FaultProxy
+from program import arrays, rows, train
 
 CLIENTS = {"s3": ("s3fs", "moto"), "gs": ("gcsfs", "gcp_storage_emulator")}
 
@@ -113,3 +115,34 @@ def gs(gs_server):
 def remote(request):
     """Each store in turn; gcsfs waits seconds before it tries again, so that one is slow."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, tiny_config):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(tiny_config))
+    text = folder / "text"
+    text.mkdir()
+    for file in sorted(Path(__file__).parent.parent.glob("test_*.py"))[:6]:
+        (text / file.name).write_bytes(file.read_bytes())
+    (folder / "tiny.yaml").write_text(
+        f"""
+name: tiny
+model: {{path: {folder / "model"}}}
+data: {{sources: "{text}/*.py", seq_len: 32, eval_fraction: 0.2}}
+train: {{steps: 20, batch_size: 4, log_every: 1}}
+optim: {{lr: 3e-3, warmup: 5}}
+eval: {{every: 10, batches: 2}}
+checkpoint: {{every: 5, keep: 10}}
+"""
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(folder, tmp_path_factory):
+    """The same run on the local disk, uninterrupted: (rows, arrays of the last step)."""
+    out = tmp_path_factory.mktemp("reference") / "out"
+    train(folder, out)
+    return rows(out), arrays(out, 20)

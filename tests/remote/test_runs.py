@@ -4,121 +4,22 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
-import uuid
-from pathlib import Path
 
 import pytest
+from program import (
+    all_rows,
+    arrays,
+    cli,
+    command,
+    committed,
+    place,
+    rows,
+    start,
+    train,
+    wait_for,
+)
 
 from localtrain import storage
-from localtrain.checkpoint import Checkpoints
-
-RATES = {"tokens_per_s", "step_time_s", "mfu", "flops_per_s", "data_wait_s", "time"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_config):
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(tiny_config))
-    text = folder / "text"
-    text.mkdir()
-    for file in sorted(Path(__file__).parent.parent.glob("test_*.py"))[:6]:
-        (text / file.name).write_bytes(file.read_bytes())
-    (folder / "tiny.yaml").write_text(
-        f"""
-name: tiny
-model: {{path: {folder / "model"}}}
-data: {{sources: "{text}/*.py", seq_len: 32, eval_fraction: 0.2}}
-train: {{steps: 20, batch_size: 4, log_every: 1}}
-optim: {{lr: 3e-3, warmup: 5}}
-eval: {{every: 10, batches: 2}}
-checkpoint: {{every: 5, keep: 10}}
-"""
-    )
-    return folder
-
-
-def command(folder, out, *more):
-    base = [sys.executable, "-m", "localtrain", "train", str(folder / "tiny.yaml")]
-    return [*base, "--backend", "cpu", "--out", str(out), *more]
-
-
-def cli(*arguments, code=0, **options):
-    done = subprocess.run(
-        [sys.executable, "-m", "localtrain", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
-    )
-    assert done.returncode == code, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
-    return done
-
-
-def train(folder, out, *more, code=0, **options):
-    return cli(*command(folder, out, *more)[3:], code=code, **options)
-
-
-def start(folder, out, *more):
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command(folder, out, *more), **pipes)
-
-
-def all_rows(out):
-    text = storage.read_text(storage.join(str(out), "metrics.jsonl"))
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def rows(out):
-    return [
-        {k: v for k, v in row.items() if k not in RATES}
-        for row in all_rows(out)
-        if "event" not in row
-    ]
-
-
-def arrays(out, step):
-    """Every array of a checkpoint, as bytes, by name."""
-    import jax
-    import numpy as np
-
-    from localtrain import arrays as codec
-
-    reader = Checkpoints(storage.join(str(out), "checkpoints"))
-    meta = reader.read_meta(step)[1]
-    template = {
-        name: jax.ShapeDtypeStruct(tuple(shape), dtype)
-        for name, (dtype, shape) in meta["arrays"].items()
-    }
-    read = codec.read(reader.local(step), meta["arrays"], template)
-    return {name: np.asarray(value).tobytes() for name, value in read.items()}
-
-
-@pytest.fixture(scope="module")
-def reference(folder, tmp_path_factory):
-    """The same run on the local disk, uninterrupted: (rows, arrays of the last step)."""
-    out = tmp_path_factory.mktemp("reference") / "out"
-    train(folder, out)
-    return rows(out), arrays(out, 20)
-
-
-def place(remote):
-    return f"{remote.url}/{uuid.uuid4().hex}"
-
-
-def wait_for(condition, process, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.stderr.read()[-3000:]
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def committed(out):
-    return Checkpoints(storage.join(out, "checkpoints")).steps()
 
 
 @pytest.mark.slow
