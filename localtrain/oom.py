@@ -69,6 +69,13 @@ def gigabytes(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
+def needed_bytes(message: str) -> int | None:
+    """What a program would need, where a compiler that refused it says so (libtpu's does)."""
+    found = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    found = found or re.search(r"memory required for [^(]*\(([\d.]+)([KMGT]?)\)", message)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
 def _asked(message: str) -> int | None:
     match = _BYTES.search(message)
     return int(float(match[1].rstrip(".")) * _UNITS[match[2].upper()]) if match else None

@@ -77,7 +77,11 @@ def test_json_has_the_contracts_keys_and_no_null(tiny, capfd):
     assert {"model_flops_per_step", "tokens_per_step", "compile_s", "kernels"} <= set(found)
     classes = {"parameters", "optimizer", "temporaries", "code", "total", "available"}
     assert {*classes, "arguments", "compiler_temp"} == set(found["memory_per_device"])
-    assert None not in found.values() and None not in found["memory_per_device"].values()
+    assert {"flops_per_step", "collectives", "step_time_s", "how", "suggestion"} <= set(found)
+    unknown = {key for key, value in found.items() if value is None}
+    assert unknown == {"step_time_s", "tokens_per_day", "mfu", "suggestion"}  # no figures of a CPU
+    assert "no figures of cpu are known" in found["how"]
+    assert None not in found["memory_per_device"].values()
 
 
 @pytest.mark.parametrize(

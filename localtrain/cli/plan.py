@@ -34,7 +34,16 @@ class Size(click.ParamType):
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option("--device", metavar="NAME", help="A card to compile for, such as rtx-3060-12gb.")
 @click.option("--topology", metavar="NAME", help="A slice to compile for, such as v5e:4x4.")
+@click.option("--slices", type=click.IntRange(min=1), default=1, help="Slices of that topology.")
 @click.option("--memory", type=Size(), metavar="SIZE", help="What a device may use, as 8GB.")
+@click.option("--tune", is_flag=True, help="Look for the fastest setting that fits.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    help="How long to look at most; it is also done when the run does not fit. 0: not at all.",
+)
 @backend_options
 @json_option
 def plan(
@@ -42,16 +51,19 @@ def plan(
     overrides: tuple[str, ...],
     device: str | None,
     topology: str | None,
+    slices: int,
     memory: int | None,
+    tune: bool,
+    minutes: float,
     backend: str | None,
     devices: int | None,
     as_json: bool,
 ) -> None:
-    """Say whether a run fits, from the compiler of a device that need not be here.
+    """Say whether a run fits and how long a step takes, from the compiler of a device not here.
 
-    Compiles the train step (half a minute for 0.6B) and trains nothing. Without --device and
-    --topology it is compiled for this machine. For a GPU that is not here: pip install
-    'localtrain[plan-gpu]'.
+    Compiles the train step (half a minute to two for most models) and trains nothing. Without
+    --device and --topology it is compiled for this machine. For a TPU or GPU that is not here: pip
+    install 'localtrain[tpu]' or 'localtrain[plan-gpu]'.
     """
     from localtrain.config import load_run
 
@@ -62,23 +74,68 @@ def plan(
     from localtrain.plan import plan as make_plan
 
     found = make_plan(
-        loaded, backend, device=device, topology=topology, devices=devices, memory=memory
+        loaded,
+        backend,
+        device=device,
+        topology=topology,
+        slices=slices,
+        devices=devices,
+        memory=memory,
+        tune=tune,
+        minutes=minutes,
+        progress=lambda line: click.echo(line, err=True),
     )
     print_json(found.to_dict()) if as_json else _show(found)
 
 
 def _show(found: Plan) -> None:
     memory = found.memory_per_device
-    rows = [(name, f"{memory[name] / 1e9:.2f} GB") for name in ("parameters", "optimizer")]
-    rows += [
-        ("temporaries", f"{memory['temporaries'] / 1e9:.2f} GB"),
-        ("code", f"{memory['code'] / 1e9:.2f} GB"),
-        ("total", f"{memory['total'] / 1e9:.2f} GB"),
-        ("available", f"{memory['available'] / 1e9:.2f} GB ({found.available_is})"),
-    ]
     many = f"{found.devices} x " if found.devices > 1 else ""
-    click.echo(f"{found.parameters:,} parameters on {many}{found.device}, memory of one device:")
+    slices = f" ({found.slices} slices)" if found.slices > 1 else ""
+    axes = " x ".join(f"{axis} {n}" for axis, n in found.mesh.items() if n > 1)
+    mesh = f", {axes}" if axes else ""
+    click.echo(f"{found.parameters:,} parameters on {many}{found.device}{slices}{mesh}")
+    click.echo("memory of one device:")
+    names = ("parameters", "optimizer", "temporaries", "code", "total")
+    rows = [(name, f"{memory[name] / 1e9:.2f} GB") for name in names]
+    rows.append(("available", f"{memory['available'] / 1e9:.2f} GB ({found.available_is})"))
     print_table(("what", "size"), rows)
-    cost = f"{found.tokens_per_step:,} tokens and {found.model_flops_per_step:.3g} model FLOPs"
-    click.echo(f"a step: {cost}; compiled in {found.compile_s} s")
-    click.echo("it fits" if found.fits else "IT DOES NOT FIT. Try: " + "; ".join(found.advice))
+    for line in _work(found):
+        click.echo(line)
+    click.echo(f"compiled in {found.compile_s} s")
+    if found.fits:
+        share = 100 * memory["total"] / memory["available"]
+        click.echo(f"it fits: {share:.0f}% of the memory")
+    else:
+        click.echo("IT DOES NOT FIT. What lowers the need: " + "; ".join(found.advice))
+    if found.suggestion is not None:
+        click.echo("the fastest setting found that fits, as lines of the run file:")
+        click.echo(found.suggestion)
+
+
+def _work(found: Plan) -> list[str]:
+    """What a step does and how long it takes at best."""
+    lines = [
+        f"a step: {found.tokens_per_step:,} tokens, {found.model_flops_per_step:.3g} model FLOPs"
+    ]
+    if found.flops_per_step is not None:
+        lines[0] += (
+            f", {found.flops_per_step:.3g} as compiled (all devices, recomputation included)"
+        )
+        calls = found.kernels["custom_calls"]
+        named = ", ".join(f"{name} x {count}" for name, count in calls.items())
+        lines.append(
+            f"attention: {found.kernels['attention']}" + (f"; kernels: {named}" * bool(calls))
+        )
+    sent = [
+        f"{kind} {row['count']} x, {row['bytes'] / 1e9:.3g} GB"
+        for kind, row in found.collectives.items()
+    ]
+    if sent:
+        lines.append("exchanged by one device: " + "; ".join(sent))
+    if found.step_time_s is not None:
+        days = f"{found.tokens_per_day:.3g} tokens a day, MFU {100 * found.mfu:.0f}%"
+        lines.append(f"at best {found.step_time_s:.3g} s a step, {days}: {found.how}")
+    else:
+        lines.append(f"step time and MFU: {found.how}")
+    return lines

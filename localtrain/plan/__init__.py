@@ -1,8 +1,9 @@
-"""Does a run fit? The answer of the compiler, for a device that need not be here.
+"""Does a run fit, and how long is a step? The compiler's answer, for devices that need not be here.
 
 `plan` traces the very train step that `train` runs, with shapes in place of arrays, compiles it for
-a named card or topology, and reads what the compiler says of its memory. Nothing is trained, no
-array is made, no driver or accelerator is needed; the compiler is (the extra `plan-gpu`).
+a named card or slice, and reads what the compiler says of its memory and what the program does.
+Nothing is trained, no array is made, no driver or accelerator is needed; the compiler is (the
+extras `tpu` and `plan-gpu`).
 
 What the figures do not cover: memory that libraries take beside the program (the CUDA context,
 cuDNN and cuBLAS workspaces), which `available` leaves room for, and scratch memory of kernels that
@@ -12,21 +13,21 @@ are only chosen on the device.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
-from localtrain import backend as backends
-from localtrain import steps
-from localtrain.backend import Backend
+from localtrain import hlo, steps
 from localtrain.config import RunConfig, load_run
-from localtrain.errors import ConfigError, nearest
-from localtrain.job import compiled_memory, make_network, run_mesh
-from localtrain.oom import memory_advice, remedies
+from localtrain.errors import ConfigError
+from localtrain.job import compiled_memory, make_network, memory_by_class, run_mesh
+from localtrain.oom import is_out_of_memory, needed_bytes, remedies
+from localtrain.plan import cost
+from localtrain.plan.place import Place, elsewhere, here, targets
 from localtrain.warmstart import find_start
+
+__all__ = ["Plan", "plan", "targets"]
 
 
 @dataclass(frozen=True)
@@ -36,28 +37,28 @@ class Plan:
     fits: bool
     device: str
     devices: int
+    slices: int
+    mesh: dict[str, int]
     parameters: int
     memory_per_device: dict[str, int]
     available_is: str  # where `memory_per_device["available"]` comes from
     tokens_per_step: int
-    model_flops_per_step: float
-    kernels: dict[str, str]
+    model_flops_per_step: float  # nothing recomputed, causal pairs once
+    flops_per_step: float | None  # all devices, as compiled; None: the compiler gave no program
+    memory_bytes_per_step: int | None  # read and written by one device
+    collectives: dict[str, dict[str, int]]  # kind -> count, bytes: of one device in a step
+    step_time_s: float | None  # an estimate; None without figures of the device
+    step_time_parts: dict[str, float]
+    how: str  # what the estimate assumes
+    tokens_per_day: float | None
+    mfu: float | None  # at that step time
+    kernels: dict[str, Any]
     compile_s: float
     advice: list[str]  # keys that lower the need; empty when it fits
+    suggestion: str | None = None  # lines of a run file: the fastest setting found that fits
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run is compiled for."""
-
-    backend: Backend
-    device: str
-    devices: list[Any]
-    available: int
-    available_is: str
 
 
 def plan(
@@ -66,85 +67,131 @@ def plan(
     *,
     device: str | None = None,
     topology: str | None = None,
+    slices: int = 1,
     devices: int | None = None,
     memory: int | None = None,
+    tune: bool = False,
+    minutes: float = 10.0,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Compile the train step of a run and say whether it fits.
+    """Compile the train step of a run and say whether it fits, how long it takes, what to change.
 
     device or topology: a name that a backend can compile for (see `targets`), not both; neither:
-    the devices of this machine. devices: how many of a named card. memory: bytes that the run may
-    use on each device, in place of the backend's figure. Raises ConfigError for unknown names and a
-    missing compiler, the errors of `find_start` for the model, OutOfMemoryError when the compiler
-    itself refuses.
+    the devices of this machine. slices: of a topology. devices: how many of a named card. memory:
+    bytes that the run may use on each device, in place of the backend's figure. tune: look for a
+    faster setting that fits; one that does not fit is always searched for another, for `minutes`.
+    Raises ConfigError for unknown names and a missing compiler, the errors of `find_start`.
     """
     run = load_run(run) if isinstance(run, str) else run
     if device and topology:
         raise ConfigError(f"--device {device} and --topology {topology}: name one of them")
+    if slices > 1 and not topology:
+        raise ConfigError(f"--slices {slices} needs --topology: what each slice is, as v5e:4x4")
     start = find_start(run, None)
-    place = _target(device or topology, backend, devices) if device or topology else None
-    place = place or _here(run, backend, devices)
+    if name := device or topology:
+        place = elsewhere(name, backend, devices, slices)
+    else:
+        place = here(run, backend, devices)
+    if memory is not None:
+        place = dataclasses.replace(place, available=memory, available_is="as given")
+    found = compile_for(run, start, place)
+    if minutes <= 0 or (found.fits and not tune):
+        return found
+    from localtrain.plan.tune import search
+
+    return dataclasses.replace(
+        found, suggestion=search(run, start, place, found, minutes * 60, progress)
+    )
+
+
+def compile_for(run: RunConfig, start: Any, place: Place) -> Plan:
+    """The plan of one setting, compiled once."""
     network = make_network(run, start.hf, start.name, place.backend)
-    programs = steps.lower(network, run, run_mesh(run, place.devices, network))
-    began = time.monotonic()
-    with memory_advice(run):
+    mesh = run_mesh(run, place.devices, network)
+    programs = steps.lower(network, run, mesh)
+    began, program = time.monotonic(), None
+    try:
         step = programs.train.compile(compiler_options=place.backend.compiler_options(run))
+        needed = compiled_memory(programs, step)
+        if "total" not in needed:
+            raise ConfigError(f"the compiler for {place.device} does not say what memory it needs")
+        program = hlo.read(step.as_text())
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        needed = _refused(memory_by_class(programs), str(error), place.available)
     compile_s = time.monotonic() - began
-    needed = compiled_memory(programs, step)
-    if "total" not in needed:
-        raise ConfigError(f"the compiler for {place.device} does not say what memory it needs")
-    available = place.available if memory is None else memory
-    fits = needed["total"] <= available
+    fits = program is not None and needed["total"] <= place.available
     tokens = run.train.batch_size * run.data.seq_len
     return Plan(
         fits=fits,
         device=place.device,
         devices=len(place.devices),
+        slices=place.slices,
+        mesh=dict(mesh.shape),
         parameters=network.spec.parameters(),
-        memory_per_device={**needed, "available": available},
-        available_is=place.available_is if memory is None else "as given",
+        memory_per_device={**needed, "available": place.available},
+        available_is=place.available_is,
         tokens_per_step=tokens,
         model_flops_per_step=network.spec.model_flops_per_token(run.data.seq_len) * tokens,
-        kernels={"attention": network.policy.attention},
         compile_s=round(compile_s, 1),
         advice=[] if fits else remedies(run),
+        **_work(run, place, network, program, tokens),
     )
 
 
-def targets() -> dict[str, list[str]]:
-    """Backend -> names of machines that it can compile for without being on one."""
-    found = {name: backends.find(name).topologies() for name in backends.names()}
-    return {name: known for name, known in found.items() if known}
+def _work(
+    run: RunConfig, place: Place, network: Any, program: hlo.Program | None, tokens: int
+) -> dict[str, Any]:
+    """The fields that are read out of the program; unknown when the compiler made none."""
+    fields: dict[str, Any] = {
+        "flops_per_step": None,
+        "memory_bytes_per_step": None,
+        "collectives": {},
+        "step_time_s": None,
+        "step_time_parts": {},
+        "how": "not estimated: the compiler refused, so there is no program",
+        "tokens_per_day": None,
+        "mfu": None,
+        "kernels": {"attention": network.policy.attention, "custom_calls": {}},
+    }
+    if program is None:
+        return fields
+    flops = program.flops() + cost.kernel_flops(program, run.data.seq_len)
+    calls = hlo.kernels(program)
+    kernel = network.policy.attention
+    fields["kernels"] = {
+        "attention": f"{kernel} (XLA)" if kernel == "blockwise" else kernel,
+        "custom_calls": calls,
+    }
+    fields["flops_per_step"] = flops * len(place.devices)
+    fields["memory_bytes_per_step"] = hlo.memory_bytes(program)
+    fields["collectives"] = hlo.by_kind(program.collectives())
+    facts = place.facts
+    if facts is None:
+        kind = place.devices[0].device_kind
+        fields["how"] = f"not estimated: no figures of {kind} are known, so neither is its MFU"
+        return fields
+    time_s = cost.step_time(program, flops, facts, place.slices, len(place.devices))
+    model = network.spec.model_flops_per_token(run.data.seq_len) * tokens
+    return fields | {
+        "step_time_s": time_s.total_s,
+        "step_time_parts": {
+            "arithmetic": time_s.arithmetic_s,
+            "memory": time_s.memory_s,
+            "link": time_s.link_s,
+            "network": time_s.network_s,
+        },
+        "how": time_s.how,
+        "tokens_per_day": tokens / time_s.total_s * 86400,
+        "mfu": model / time_s.total_s / facts.peak_flops / len(place.devices),
+    }
 
 
-def _target(name: str, backend: str | None, devices: int | None) -> Place:
-    """A machine that is not here."""
-    known = targets() if backend is None else {backend: backends.find(backend).topologies()}
-    owner = next((owner for owner, names in known.items() if name in names), None)
-    if owner is None:
-        every = sorted(name for names in known.values() for name in names)
-        close = nearest(name.lower(), every)
-        hint = f"did you mean '{close}'? " if close else ""
-        where = f"backend {backend} has" if backend else "there is"
-        raise ConfigError(
-            f"{where} no machine '{name}' to compile for; {hint}known: {', '.join(every) or 'none'}"
-        )
-    place = backends.find(owner)
-    if not backends.jax_is_up():
-        backends.set_jax(jax_platforms="cpu")  # the compiler needs no device of its own
-    found = place.topology(name, devices or 1)
-    available, how = place.usable_memory(name)
-    return Place(place, name, list(found), available, how)
-
-
-def _here(run: RunConfig, backend: str | None, devices: int | None) -> Place:
-    """The devices of this machine."""
-    place, _ = backends.choose(backend)
-    place.prepare_environment(run, devices)
-    found = jax.devices()
-    kind, limit = found[0].device_kind, (found[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None:
-        if place.name != "cpu" or not hasattr(os, "sysconf"):
-            raise ConfigError(f"{kind} does not say how much memory it has: give --memory, as 8GB")
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(found)
-        return Place(place, kind, found, limit, "the memory of this machine, shared by its devices")
-    return Place(place, kind, found, limit, "the limit of jax's allocator on this device")
+def _refused(known: dict[str, int], message: str, available: int) -> dict[str, int]:
+    """Memory by class when the compiler gives up: its total from the message, no program."""
+    state = known["parameters"] + known["optimizer"]
+    total = max(needed_bytes(message) or 0, state, available + 1)
+    temporaries = total - state
+    rest = {"temporaries": temporaries, "compiler_temp": temporaries, "code": 0}
+    return {**known, **rest, "arguments": state, "total": total}

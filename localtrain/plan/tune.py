@@ -1,0 +1,199 @@
+"""The fastest setting of a run that fits: rows at once, remat, mesh, and types of the state.
+
+The batch, the model and the data stay as they are, so the training is the same but for what is
+stored in bfloat16, which is tried last. All settings are put in the order of a cheap estimate of
+their time; each is compiled once, from the fastest on, and what was learned about memory strikes
+out others of the same kind. The search ends at the first that fits, with figures of the device
+after two more that might be faster, or at its time limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from localtrain.config import RunConfig
+from localtrain.errors import ConfigError
+from localtrain.job import run_mesh
+from localtrain.plan.place import Place
+
+if TYPE_CHECKING:
+    from localtrain.plan import Plan
+
+_MORE = 2  # settings tried after the first that fits: the estimate's order is not the roofline's
+# Time of a step beside no remat: forward is a third of it; matmuls keeps most of that.
+_REMAT = {"none": 1.0, "matmuls": 1.08, "full": 1.33}
+# Kept of a token and layer, in values of the model's dim: the residual; products; all.
+_KEPT = {"full": 1.0, "matmuls": 12.0, "none": 24.0}
+# Storing in bfloat16 changes the training, so it has to be worth something.
+_BFLOAT16 = {"optim.state_dtype": 1.10, "train.param_dtype": 1.20}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one candidate changes, and cheap estimates of its time and of a device's memory."""
+
+    changes: dict[str, Any]  # dotted key -> value
+    cost: float  # beside the fastest
+    state: float  # bytes of parameters, moments and sums of gradients
+    activations: float  # bytes, before anything is learned from a compile
+
+    @property
+    def kind(self) -> str:
+        """Settings of one kind keep the same values per token."""
+        return str(self.changes["train.remat"])
+
+
+def search(
+    run: RunConfig,
+    start: Any,
+    place: Place,
+    first: Plan,
+    seconds: float,
+    progress: Callable[[str], None],
+) -> str | None:
+    """Lines of a run file, or None when nothing better fits. `first` is the run as it is."""
+    from localtrain.plan import compile_for
+
+    end = time.monotonic() + seconds
+    now = current(run)
+    learned: dict[str, float] = {}
+    _learn(learned, setting_of(run, place, first.parameters, now), first)
+    best, after = (first if first.fits else None), 0
+    changes = now
+    waiting = list(settings(run, place, first.parameters))
+    progress(
+        f"looking for the fastest setting that fits: {len(waiting)} settings, at most "
+        f"{seconds / 60:.0f} minutes"
+    )
+    for setting in waiting:
+        if setting.changes == now or _cannot_fit(setting, place.available, learned):
+            continue
+        if time.monotonic() > end:
+            progress("the time is over")
+            break
+        if best is not None and (after >= _MORE or best.step_time_s is None):
+            break
+        try:
+            found = compile_for(_with(run, setting.changes), start, place)
+        except ConfigError:  # a mesh that this model or batch cannot have
+            continue
+        _learn(learned, setting, found)
+        progress(f"{_line(setting.changes, now)}: {_verdict(found)}")
+        after += best is not None
+        if found.fits and (best is None or _faster(found, best)):
+            best, changes = found, setting.changes
+    if best is None or changes == now:
+        return None
+    return as_lines({key: value for key, value in changes.items() if value != now[key]})
+
+
+def settings(run: RunConfig, place: Place, parameters: int) -> Iterator[Setting]:
+    """Every candidate, the fastest by estimate first."""
+    meshes = [{}] + [
+        {"mesh.fsdp": -1, "mesh.tensor": ways}
+        for ways in (2, 4, 8)
+        if len(place.devices) % ways == 0 and len(place.devices) > ways
+    ]
+    rows = run.train.batch_size
+    pieces = [n for n in range(1, rows + 1) if rows % n == 0 and n & (n - 1) == 0]
+    dtypes = ("float32", "bfloat16")
+    found = []
+    for mesh, piece, remat, moments, params in itertools.product(
+        meshes, pieces, _REMAT, dtypes, dtypes
+    ):
+        if run.optim.name == "sgd" and moments != run.optim.state_dtype:
+            continue
+        changes = current(run) | mesh
+        changes["train.micro_batch"] = None if piece == 1 else rows // piece
+        changes |= {"train.remat": remat, "optim.state_dtype": moments, "train.param_dtype": params}
+        try:
+            run_mesh(_with(run, changes), place.devices)
+        except ConfigError:
+            continue
+        found.append(setting_of(run, place, parameters, changes))
+    yield from sorted(found, key=lambda setting: setting.cost)
+
+
+def setting_of(run: RunConfig, place: Place, parameters: int, changes: dict[str, Any]) -> Setting:
+    """A candidate with its estimates."""
+    size = {"float32": 4, "bfloat16": 2}
+    rows = changes["train.micro_batch"] or run.train.batch_size
+    pieces = run.train.batch_size // rows
+    devices, tensor = len(place.devices), changes["mesh.tensor"]
+    replica = max(run.mesh.replica, place.slices, 1)
+    moments = 0 if run.optim.name == "sgd" else 2 * size[changes["optim.state_dtype"]]
+    bytes_each = size[changes["train.param_dtype"]] + moments + (4 if pieces > 1 else 0)
+    state = bytes_each * parameters * replica / devices
+    tokens = rows * run.data.seq_len / devices
+    # dim x layers of a dense model: 12 x layers x dim^2 parameters, and layers about dim / 128
+    width = (parameters / 12) ** (2 / 3) / 5
+    cost = _REMAT[changes["train.remat"]] * (1 + 0.03 * (pieces - 1)) * (1 + 0.1 * (tensor > 1))
+    for key, factor in _BFLOAT16.items():
+        if changes[key] == "bfloat16" != current(run)[key]:
+            cost *= factor
+    return Setting(changes, cost, state, 2 * _KEPT[changes["train.remat"]] * tokens * width)
+
+
+def current(run: RunConfig) -> dict[str, Any]:
+    """The keys that are varied, as the run has them."""
+    rows = run.train.micro_batch
+    return {
+        "train.micro_batch": None if rows == run.train.batch_size else rows,
+        "train.remat": run.train.remat,
+        "optim.state_dtype": run.optim.state_dtype,
+        "train.param_dtype": run.train.param_dtype,
+        "mesh.fsdp": run.mesh.fsdp,
+        "mesh.tensor": run.mesh.tensor,
+    }
+
+
+def as_lines(changes: dict[str, Any]) -> str:
+    """Dotted keys as the lines of a run file."""
+    sections: dict[str, list[str]] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, []).append(f"  {name}: {'null' if value is None else value}")
+    return "\n".join(line for name in sections for line in (f"{name}:", *sections[name]))
+
+
+def _with(run: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    plain = run.model_dump()
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        plain[section] = {**plain[section], name: value}
+    return RunConfig.model_validate(plain)
+
+
+def _learn(learned: dict[str, float], setting: Setting, found: Plan) -> None:
+    """Bytes a compile took beside the state, for each byte that was estimated."""
+    memory = found.memory_per_device
+    if memory["total"] != memory["available"] + 1:  # else it refused without a figure
+        rest = memory["total"] - min(memory["total"], setting.state)
+        learned[setting.kind] = rest / max(setting.activations, 1.0)
+
+
+def _cannot_fit(setting: Setting, available: int, learned: dict[str, float]) -> bool:
+    """By its state alone, or by most of what settings of its kind took."""
+    ratio = learned.get(setting.kind, 0.0)
+    return setting.state + 0.7 * ratio * setting.activations > available
+
+
+def _faster(one: Plan, other: Plan) -> bool:
+    if one.step_time_s is None or other.step_time_s is None:
+        return False
+    return one.step_time_s < other.step_time_s
+
+
+def _line(changes: dict[str, Any], now: dict[str, Any]) -> str:
+    new = [f"{key}={value}" for key, value in changes.items() if value != now[key]]
+    return " ".join(new).replace("None", "null")
+
+
+def _verdict(found: Plan) -> str:
+    total = found.memory_per_device["total"] / 1e9
+    said = f"{total:.2f} GB, {'fits' if found.fits else 'does not fit'}"
+    return said if found.step_time_s is None else f"{said}, {found.step_time_s:.3g} s a step"
