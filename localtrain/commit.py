@@ -117,13 +117,13 @@ def verify(folder: str | os.PathLike, record: dict[str, Any], where: str | None 
     folder = Path(folder)
     for name, entry in record["files"].items():
         path = folder / name
-        _check_size_here(path, entry["size"])
+        shown = str(path) if where is None else f"{where}/{name}"
+        _check_size_here(path, entry["size"], shown)
         try:
             size, crc = checksum(path)
         except OSError as error:
-            raise Damaged(f"{path} cannot be read: {error.strerror or error}.") from error
+            raise Damaged(f"{shown} cannot be read: {error.strerror or error}.") from error
         if (size, crc) != (entry["size"], entry["crc32c"]):
-            shown = path if where is None else f"{where}/{name}"
             raise Damaged(
                 f"{shown} is damaged: its crc32c is {crc:08x}, {entry['crc32c']:08x} was recorded "
                 f"when it was written."
@@ -138,14 +138,16 @@ def check_size(where: str, size: int | None, expected: int) -> None:
         raise Damaged(f"{where} is damaged: it has {size} bytes, {expected} were recorded.")
 
 
-def _check_size_here(path: Path, expected: int) -> None:
+def _check_size_here(path: Path, expected: int, shown: str | None = None) -> None:
+    """`check_size` of a file on this disk; shown: what to call it, when it is a copy."""
+    shown = shown or str(path)
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         size = None
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror or error}.") from error
-    check_size(str(path), size, expected)
+        raise Damaged(f"{shown} cannot be read: {error.strerror or error}.") from error
+    check_size(shown, size, expected)
 
 
 def _own_checksum(record: dict[str, Any]) -> int:

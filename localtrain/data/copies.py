@@ -61,14 +61,22 @@ def _copy_all(
     for number, shard in enumerate(shards):
         if stop.is_set():
             return
-        url, local = storage.join(folder, shard.name), str(stage.path / shard.name)
+        local = str(stage.path / shard.name)
+        _copy(storage.join(folder, shard.name), local, shard)
+        here[number] = local
+
+
+def _copy(url: str, local: str, shard: ShardInfo) -> None:
+    for attempt in (1, 2):  # what was damaged on its way may come whole
         try:
             storage.download_all({url: (local, shard.size)})
         except FileNotFoundError as error:
             raise DataError(f"{url}: missing. Build the dataset again.") from error
-        if checksum(local)[0] != shard.crc32c:
-            raise DataError(f"{url}: damaged: its checksum differs. Build the dataset again.")
-        here[number] = local
+        if checksum(local) == (shard.crc32c, shard.size):
+            return
+        if attempt == 1:
+            log.warning("%s: the copy here differs from what was written; copying it again", url)
+    raise DataError(f"{url}: damaged: its checksum differs. Build the dataset again.")
 
 
 def _copy_behind(*arguments) -> None:

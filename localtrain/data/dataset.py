@@ -96,7 +96,7 @@ class Dataset:
         return out
 
     def _fill(self, shard: int, ranges: list[tuple[int, int, int]], view: memoryview) -> None:
-        path = storage.join(self.folder, self.index.shards[shard].name)
+        path = name = storage.join(self.folder, self.index.shards[shard].name)
         if self._copies is not None:
             path = self._copies.find(shard) or path
         try:
@@ -110,11 +110,11 @@ class Dataset:
             handle = self._handle(shard, path)
             for offset, size, at in ranges:
                 if handle.read_into(view[at : at + size], offset) != size:
-                    raise DataError(f"{path}: cut short while in use. {_again(self.folder)}")
+                    raise DataError(f"{name}: cut short while in use. {_again(self.folder)}")
         except FileNotFoundError as error:
-            raise DataError(f"{path}: missing. {_again(self.folder)}") from error
+            raise DataError(f"{name}: missing. {_again(self.folder)}") from error
         except OSError as error:
-            raise storage.storage_error("read", path, error) from error
+            raise storage.storage_error("read", name, error) from error
 
     def _handle(self, shard: int, path: str) -> _Handle:
         with self._lock:

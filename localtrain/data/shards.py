@@ -1,6 +1,6 @@
 """Token shards: the built form of a corpus, one folder with an index and flat binary files.
 
-    index.json            format version, tokenizer, counts, and per shard: name, size, crc32c, ...
+    index.json            format version, tokenizer, counts, per shard name, size, crc32c, ...; checksum
     shard-00000.tokens    header, uint32 lengths [documents], uint64 text hashes [documents],
                           then the tokens of all documents in order, uint16 or uint32; little-endian
 
@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import struct
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import google_crc32c
@@ -72,7 +72,14 @@ class DatasetIndex:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def to_json(self) -> bytes:
-        return (json.dumps(mask(asdict(self)), indent=1) + "\n").encode()
+        raw = json.loads(json.dumps(mask(asdict(self))))
+        return (json.dumps({**raw, "checksum": _own_checksum(raw)}, indent=1) + "\n").encode()
+
+
+def _own_checksum(raw: dict[str, Any]) -> int:
+    """crc32c of what an index says, however it is spelled."""
+    rest = {key: value for key, value in raw.items() if key != "checksum"}
+    return google_crc32c.value(json.dumps(rest, sort_keys=True).encode())
 
 
 def token_bytes_for(size: int) -> int:
@@ -158,6 +165,11 @@ def read_index(folder: str) -> DatasetIndex:
 
 
 def _checked_index(raw: dict) -> DatasetIndex:
+    known = {field.name for field in fields(DatasetIndex)}
+    if strange := set(raw) - known - {"checksum"}:
+        raise ValueError(f"{min(strange)!r} is not a key of it")
+    if "checksum" in raw and raw["checksum"] != _own_checksum(raw):  # older ones have none
+        raise ValueError("its own checksum differs")
     if not isinstance(raw["shards"], list):
         raise TypeError("shards is not a list")
     shards = tuple(ShardInfo(**shard) for shard in raw["shards"])
