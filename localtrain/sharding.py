@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from localtrain.errors import ConfigError
@@ -148,8 +149,32 @@ def _nearest_of(values: Sequence[int], wanted: int) -> int:
 def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over all devices (or the given ones), every axis placed by the compiler (Auto)."""
     devices = list(devices if devices is not None else jax.devices())
+    slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
+    if slices > 1 and devices[0].platform == "tpu":
+        return _over_slices(mesh, devices, slices)
     sizes = mesh_sizes(mesh, len(devices))
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def _over_slices(mesh: MeshConfig, devices: list[jax.Device], slices: int) -> Mesh:
+    """Of several TPU slices each holds whole copies: only `replica` crosses the slow network.
+
+    mesh.replica left at 1 becomes the number of slices.
+    """
+    mesh = mesh.model_copy(update={"replica": slices}) if mesh.replica == 1 else mesh
+    sizes = mesh_sizes(mesh, len(devices))
+    if sizes[0] % slices:
+        raise ConfigError(
+            f"mesh.replica = {sizes[0]}: the {slices} slices exchange over the data centre's "
+            f"network, which is only good for mesh.replica; make it a multiple of {slices}, or "
+            f"leave it at 1 for one copy a slice."
+        )
+    inside = (sizes[0] // slices, *sizes[1:])
+    between = (slices, *(1 for _ in sizes[1:]))
+    grid = mesh_utils.create_hybrid_device_mesh(
+        inside, between, devices, allow_split_physical_axes=True
+    )
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def partition(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
