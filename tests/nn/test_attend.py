@@ -1,12 +1,14 @@
-"""Blockwise attention against the plain T x S form, values and gradients."""
+"""The attention kernels against the plain T x S form, values and gradients."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from localtrain.nn import blockwise
-from localtrain.nn.attend import attend
+from localtrain.nn import blockwise, splash
+from localtrain.nn.attend import Case, attend, choose
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -55,14 +57,15 @@ def packed(batch, length, documents=3):
     return jnp.asarray(segments_BT)
 
 
-def assert_same(shape, segments_BT=None, window=None, softcap=None, sinks_N=None):
+def assert_same(
+    shape, segments_BT=None, window=None, softcap=None, sinks_N=None, kernel="blockwise"
+):
     q, k, v, g = draw(*shape)
     scale = shape[4] ** -0.5
 
     def ours(q, k, v, sinks):
-        out = attend(
-            q, k, v, segments_BT, scale=scale, window=window, softcap=softcap, sinks_N=sinks
-        )
+        options = {"window": window, "softcap": softcap, "sinks_N": sinks, "kernel": kernel}
+        out = attend(q, k, v, segments_BT, scale=scale, **options)
         return jnp.sum(out * g), out
 
     def oracle(q, k, v, sinks):
@@ -156,3 +159,74 @@ def test_blocks_outside_the_window_are_not_visited():
 
     assert steps(None) == 8 * 9 // 2
     assert steps(128) == 8 + 7
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The TPU kernel as plain JAX on this machine."""
+    monkeypatch.setattr(splash, "splash", partial(splash.splash, interpret=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 256, 2, 2, 64), {}),
+        ((2, 640, 4, 2, 64), {"segments_BT": packed(2, 640), "softcap": 5.0}),  # blocks of 128
+        ((1, 640, 6, 2, 128), {"segments_BT": packed(1, 640, 5), "window": 200}),
+        ((1, 384, 2, 1, 256), {"window": 70}),
+        ((1, 256, 2, 1, 64, 128), {"segments_BT": packed(1, 256), "sinks_N": jnp.array([2.0, -1])}),
+    ],
+    ids=["causal", "packed, soft cap, grouped", "packed, window", "head_dim 256", "sinks, values"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_splash_matches_the_plain_form(shape, options):
+    assert_same(shape, kernel="splash", **options)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("window", [None, 300])
+def test_each_device_of_a_split_row_matches_its_part_of_the_plain_form(window):
+    """Three devices with two chunks of the row each: queries here and there, keys in order."""
+    ways, shape = 3, (1, 768, 2, 1, 64)
+    q, k, v, g = draw(*shape)
+    segments_BT = packed(1, 768)
+    places_WT = splash.query_places(shape[1] // ways, ways)
+    assert sorted(places_WT.ravel()) == list(range(shape[1]))
+    fixed = blockwise.Kernel(0.125, window, None, ways)
+
+    def ours(q, k, v, places, g, device):
+        out = splash.splash(fixed, q[:, places], k, v, segments_BT, None, device)
+        return jnp.sum(out * g[:, places]), out
+
+    def oracle(q, k, v, g):
+        out = plain(q, k, v, segments_BT, 0.125, window, None, None)
+        return jnp.sum(out * g), out
+
+    step = jax.jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))
+    results = [step(q, k, v, places_WT[d], g, jnp.int32(d)) for d in range(ways)]
+    (_, out), grads = jax.value_and_grad(oracle, (0, 1, 2), has_aux=True)(q, k, v, g)
+    for device, ((_, part), _) in enumerate(results):
+        np.testing.assert_allclose(part, out[:, places_WT[device]], atol=2e-6)
+    for number, expected in enumerate(grads):
+        total = sum(part_grads[number] for _, part_grads in results)
+        np.testing.assert_allclose(total, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_rows_that_are_no_whole_blocks_get_the_blockwise_kernel_and_the_reason():
+    assert choose("splash", Case(2048, 128, 128)) == ("splash", None)
+    name, reason = choose("splash", Case(1000, 128, 128))
+    assert name == "blockwise"
+    assert "1000 tokens" in reason and "128" in reason
+    name, reason = choose("splash", Case(2048, 128, 128, ways=16))
+    assert name == "blockwise"
+    assert "32 chunks on 16 devices" in reason
+    with pytest.raises(ValueError, match="known are blockwise, splash"):
+        choose("flash", Case(2048, 128, 128))
+
+
+def test_splash_does_not_visit_blocks_outside_the_window():
+    places_WT = splash.query_places(4096, 1)
+    assert splash._blocks_seen(places_WT, 4096, 512, 512, None).sum() == 8 * 9 // 2
+    seen, live = splash._walk(splash._blocks_seen(places_WT, 4096, 512, 512, 512))
+    assert seen.shape == live.shape == (1, 8, 2)
+    assert live.sum() == 8 + 7
