@@ -81,8 +81,8 @@ class TpuVm(Backend):
         return []
 
     def defaults(self) -> Defaults:
-        """bfloat16: what the matrix units are made for."""
-        return Defaults(dtype="bfloat16")
+        """bfloat16: what the matrix units are made for; jax's attention kernel for TPUs."""
+        return Defaults(dtype="bfloat16", attention="splash")
 
     def facts(self, device_kind: str) -> Facts | None:
         """By the device's name, as jax gives it."""

@@ -21,6 +21,7 @@ from localtrain import compile_cache, models, sharding, steps
 from localtrain.backend import Backend
 from localtrain.config import RunConfig
 from localtrain.errors import ConfigError
+from localtrain.nn import attend
 from localtrain.nn.core import Policy
 from localtrain.nn.decoder import Network, build
 from localtrain.oom import gigabytes, memory_advice
@@ -82,12 +83,14 @@ def make_network(run: RunConfig, hf: dict[str, Any], where: str, backend: Backen
             where,
         )
     param_dtype = jnp.dtype(run.train.param_dtype)
-    return build(spec, Policy(param_dtype=param_dtype, compute_dtype=dtype))
+    kernel = backend.defaults().attention
+    return build(spec, Policy(param_dtype=param_dtype, compute_dtype=dtype, attention=kernel))
 
 
 def compile_job(run: RunConfig, network: Network, backend: Backend) -> Job:
     """Compile the three programs side by side. Raises OutOfMemoryError with advice."""
     mesh = run_mesh(run, network=network)
+    log.info("attention kernel: %s", attention_kernels(run, network, mesh))
     cache, began = compile_cache.enable(), time.monotonic()
     before = cache.hits
     programs = steps.lower(network, run, mesh)
@@ -134,6 +137,16 @@ def run_mesh(
     if network is not None:
         sharding.check_model(mesh, run.data.seq_len, network.spec)
     return mesh
+
+
+def attention_kernels(run: RunConfig, network: Network, mesh: jax.sharding.Mesh) -> str:
+    """Which kernels the layers use, and why not the one that this place has."""
+    wanted, ways = network.policy.attention, mesh.shape["context"]
+    found = attend.kernels(network.spec, wanted, run.data.seq_len, ways)
+    return ", ".join(
+        name if reason is None else f"{name} in place of {wanted}: {reason}"
+        for name, reason in found.items()
+    )
 
 
 def bytes_per_device(tree: Tree) -> int:
