@@ -14,8 +14,10 @@ the chunk body:
 
 On many devices the step runs under shard_map: each device calls this with its own tokens and a head
 that was gathered once before the loop, so that the loop talks to nobody. Only where the vocabulary
-itself is split (`Head.axis`, as in Megatron-LM, arXiv 1909.08053) a chunk exchanges three numbers a
-token: the largest logit, the sum of exponentials and the label's logit.
+itself is split (`Head.axis`, as in Megatron-LM, arXiv 1909.08053) the hidden states of the tokens,
+of which each device has a part, are gathered once before the loop, their gradients summed and
+scattered once after it, and a chunk exchanges three numbers a token: the largest logit, the sum of
+exponentials and the label's logit.
 
 Both return sums or per-token values, never means: the caller divides once by the global count of
 trained tokens, so micro-batches, padding and device counts cannot change the loss.
@@ -31,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from localtrain.nn.parallel import enter, leave
+from localtrain.nn.parallel import enter, join, leave
 
 
 class Head(NamedTuple):
@@ -40,7 +42,8 @@ class Head(NamedTuple):
     layout: "vd" when the head is stored like an embedding [V, D], "dv" for [D, V].
     softcap: logits become c * tanh(logits / c) (Gemma). z_loss: weight of logsumexp squared (PaLM,
     arXiv 2204.02311, section 5). vocab: ids from here on are padding and get no probability.
-    axis: mesh axis over which the vocabulary is split; each device then has its part of the head.
+    axis: "tensor" when the vocabulary is split over it; each device then has its part of the head,
+    and its part of the tokens of h.
     """
 
     layout: str = "vd"
@@ -90,7 +93,7 @@ def _logsumexp_and_picked(head: Head, logits_CV, labels_C):
     picked_C = jnp.take_along_axis(logits_CV, safe_C[:, None], axis=-1)[:, 0]
     picked_C = jnp.where(mine_C == safe_C, picked_C, 0)
     sum_C = jnp.exp(logits_CV - top_C[:, None]).sum(-1)
-    sum_C, picked_C = leave(jnp.stack([sum_C, picked_C]), head.axis)
+    sum_C, picked_C = join(jnp.stack([sum_C, picked_C]), head.axis)
     return jnp.log(sum_C) + top_C, picked_C
 
 
@@ -127,6 +130,7 @@ def weighted_nll_sum(
     [B, T]. Returns (objective, nll): scalars. Only the objective is differentiable, towards w and
     h; nll is for logging and has no z-loss in it.
     """
+    h_BTD = h_BTD if head.axis is None else enter(h_BTD)
 
     def body(total, chunk):
         h_CD, labels_C, weights_C = chunk
@@ -141,6 +145,7 @@ def weighted_nll_sum(
 
 def _forward(head: Head, w, h_BTD, labels_BT, weights_BT):
     vocab = w.shape[0 if head.layout == "vd" else 1]
+    h_BTD = h_BTD if head.axis is None else enter(h_BTD)
     to_h, to_w = ("cv,vd->cd", "cv,cd->vd") if head.layout == "vd" else ("cv,dv->cd", "cv,cd->dv")
 
     def body(carry, chunk):
@@ -168,8 +173,7 @@ def _forward(head: Head, w, h_BTD, labels_BT, weights_BT):
     else:
         (objective, nll, dw), dh = lax.scan(body, start, chunks)
     dh_BTD = dh.reshape(-1, h_BTD.shape[-1])[: labels_BT.size].reshape(h_BTD.shape)
-    if head.axis is not None:
-        dh_BTD = lax.psum(dh_BTD, head.axis)
+    dh_BTD = dh_BTD if head.axis is None else leave(dh_BTD)
     return (objective, nll), (dh_BTD, dw.astype(w.dtype))
 
 
@@ -196,7 +200,7 @@ def token_logprobs(head: Head, w: jax.Array, h_BTD: jax.Array, labels_BT: jax.Ar
         return picked_C - lse_C
 
     vocab = w.shape[0 if head.layout == "vd" else 1]
-    h_BTD = h_BTD if head.axis is None else enter(h_BTD, head.axis)
+    h_BTD = h_BTD if head.axis is None else enter(h_BTD)
     h, labels, _ = _flatten(h_BTD, labels_BT, labels_BT, vocab)
     _, out = lax.scan(lambda w, chunk: (w, body(w, chunk)), w, (h, labels))
     return out.reshape(-1)[: labels_BT.size].reshape(labels_BT.shape)

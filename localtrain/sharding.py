@@ -10,6 +10,7 @@ copies, across slices), fsdp (parameters and batch split), context (sequence), e
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def check_model(mesh: Mesh, seq_len: int, spec: Any) -> None:
             f"mesh.tensor = {ways} devices cannot share {wrong} of this model evenly: mesh.tensor "
             f"can be {', '.join(map(str, fits))}, nearest {_nearest_of(fits, ways)}."
         )
-    _check_length(mesh.shape["context"], seq_len, spec)
+    _check_length(mesh, seq_len, spec)
     if mesh.shape["expert"] > 1:
         raise ConfigError(
             f"mesh.expert = {mesh.shape['expert']}: this model has no experts to split; take "
@@ -109,24 +110,34 @@ def check_model(mesh: Mesh, seq_len: int, spec: Any) -> None:
         )
 
 
-def _check_length(ways: int, seq_len: int, spec: Any) -> None:
-    """Over `context` every device has two chunks of each row (nn/parallel.py)."""
-    if ways == 1:
-        return
+def _check_length(mesh: Mesh, seq_len: int, spec: Any) -> None:
+    """Every device has two chunks of a row over `context`, and a part of them over `tensor`."""
+    context, tensor = mesh.shape["context"], mesh.shape["tensor"]
     for number, layer in enumerate(spec.layers):
-        if not layer.mixer.supports_context:
+        if context > 1 and not layer.mixer.supports_context:
             raise ConfigError(
-                f"mesh.context = {ways}: the {type(layer.mixer).__name__} mixer of layer {number} "
-                f"({layer.mixer.kind}) cannot work on a part of a row; take mesh.context=1, and "
-                f"mesh.fsdp or mesh.tensor for these devices."
+                f"mesh.context = {context}: the {type(layer.mixer).__name__} mixer of layer "
+                f"{number} ({layer.mixer.kind}) cannot work on a part of a row; take "
+                f"mesh.context=1, and mesh.fsdp or mesh.tensor for these devices."
             )
-    if seq_len % (2 * ways):
-        fits = [1, *(n for n in range(2, seq_len // 2 + 1) if seq_len % (2 * n) == 0)]
-        raise ConfigError(
-            f"data.seq_len = {seq_len} tokens cannot be split evenly over mesh.context = {ways} "
-            f"devices with two chunks each: take mesh.context={_nearest_of(fits, ways)} or "
-            f"data.seq_len={-(-seq_len // (2 * ways)) * 2 * ways}."
-        )
+    rows = partial(row_multiple, tensor=tensor)
+    for axis, ways, multiple in (
+        ("context", context, partial(row_multiple, tensor=1)),
+        ("tensor", tensor, partial(row_multiple, context)),
+    ):
+        if seq_len % multiple(ways):
+            fits = [n for n in range(1, seq_len + 1) if seq_len % multiple(n) == 0]
+            each = " with two chunks each" if axis == "context" else ""
+            raise ConfigError(
+                f"data.seq_len = {seq_len} tokens cannot be split evenly over mesh.{axis} = {ways} "
+                f"devices{each}: take mesh.{axis}={_nearest_of(fits, ways)} or "
+                f"data.seq_len={-(-seq_len // rows(context)) * rows(context)}."
+            )
+
+
+def row_multiple(context: int, tensor: int) -> int:
+    """What the tokens of a row must be a multiple of."""
+    return math.lcm(2 * context if context > 1 else 1, context * tensor)
 
 
 def _indivisible(spec: Any, ways: int) -> str:
@@ -209,9 +220,10 @@ def param_shardings(mesh: Mesh, shapes: Tree, axes: Tree) -> Tree:
 
 
 def unsplit(spec: PartitionSpec) -> tuple[str, ...]:
-    """The axes that tokens are split over and an array of this spec is not."""
+    """The axes whose devices each have a part of the gradient of an array of this spec: tokens are
+    split over them (over tensor between the products), the array is not."""
     used = {n for names in spec for n in ((names,) if isinstance(names, str) else names or ())}
-    return tuple(axis for axis in (*RULES["batch"], RULES["length"]) if axis not in used)
+    return tuple(axis for axis in (*RULES["batch"], RULES["length"], "tensor") if axis not in used)
 
 
 def state_shardings(mesh: Mesh, abstract_state: Tree, params: Tree) -> Tree:

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from localtrain import optim, sharding
 from localtrain.losses import Head, weighted_nll_sum
 from localtrain.nn.decoder import Context, Network
-from localtrain.nn.parallel import BATCH_AXES, balance, total
+from localtrain.nn.parallel import BATCH_AXES, balance, size, total
 
 if TYPE_CHECKING:
     from localtrain.config import RunConfig
@@ -108,8 +108,7 @@ def batch_loss(
 def _head(network: Network, params: Tree, z_loss: float = 0.0) -> tuple[jax.Array, Head]:
     """The output matrix, or this device's part of the vocabulary, and how it is used."""
     w, layout = network.head(params)
-    split = w.shape[0 if layout == "vd" else 1] < network.vocab
-    axis = sharding.RULES["vocab"] if split else None
+    axis = sharding.RULES["vocab"] if size("tensor") > 1 else None
     return w, Head(layout, network.softcap, z_loss, network.spec.vocab, axis)
 
 

@@ -23,7 +23,7 @@ from localtrain.nn.attend import attend
 from localtrain.nn.core import Policy
 from localtrain.nn.decoder import build
 
-B, T, SHORT = 8, 48, 200
+B, T, SHORT, ODD = 8, 48, 200, 263
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -35,7 +35,8 @@ SIZES = {
 
 
 def models():
-    """plain: tied head, q/k norms. options: everything that a layer may have, untied head."""
+    """plain: tied head, q/k norms. options: everything that a layer may have, untied head, and a
+    vocabulary that no mesh divides."""
     plain = spec_from({**read_hub_config("qwen3-tiny"), **SIZES})
     layer = plain.layers[0]
     mixer = dataclasses.replace(
@@ -44,17 +45,27 @@ def models():
     ffn = dataclasses.replace(layer.ffn, bias=True, act="gelu_tanh")
     local = dataclasses.replace(layer, mixer=mixer, ffn=ffn, residual="sandwich")
     options = dataclasses.replace(
-        plain, layers=(local, layer, local), tied=False, softcap=30.0, embed_scale=4.0
+        plain,
+        layers=(local, layer, local),
+        vocab=ODD,
+        tied=False,
+        softcap=30.0,
+        embed_scale=4.0,
     )
     return {"plain": plain, "options": options}
 
 
-def make_run(mesh=None, micro_batch=None, **data) -> RunConfig:
+def make_run(mesh=None, micro_batch=None, remat="none", **data) -> RunConfig:
     return RunConfig.model_validate(
         {
             "model": {"preset": "qwen3-tiny"},
             "data": {"sources": "unused", "seq_len": T, **data},
-            "train": {"batch_size": B, "micro_batch": micro_batch, "z_loss": 1e-3},
+            "train": {
+                "batch_size": B,
+                "micro_batch": micro_batch,
+                "z_loss": 1e-3,
+                "remat": remat,
+            },
             "optim": {"name": "sgd", "lr": 0.1, "warmup": 0, "schedule": "constant"},
             "mesh": {"fsdp": 1, **(mesh or {})},
         }
@@ -90,9 +101,10 @@ def start(network) -> dict:
     )
 
 
-def measure(spec, mesh_sizes: dict, micro_batch=None) -> dict:
+def measure(spec, mesh_sizes: dict, micro_batch=None, remat="none") -> dict:
     """Loss, gradients, updated parameters and eval sums of one step on a mesh."""
-    run, network = make_run(mesh_sizes, micro_batch), build(spec, Policy(vocab_multiple=8))
+    run = make_run(mesh_sizes, micro_batch, remat)
+    network = build(spec, Policy(vocab_multiple=1 if spec.vocab == ODD else 8))
     count = int(np.prod(list(mesh_sizes.values())))
     mesh = sharding.make_mesh(run.mesh, jax.devices()[:count])
     sharding.check_model(mesh, T, spec)
@@ -125,8 +137,8 @@ def equal(cases: str) -> dict:
     """case -> relative differences from one device."""
     specs, found = models(), {}
     one = {name: measure(spec, {"fsdp": 1}) for name, spec in specs.items()}
-    for name, (model, sizes, micro_batch) in json.loads(cases).items():
-        ours, reference = measure(specs[model], sizes, micro_batch), one[model]
+    for name, (model, *case) in json.loads(cases).items():
+        ours, reference = measure(specs[model], *case), one[model]
         found[name] = {
             **{k: worst(ours[0][k], reference[0][k]) for k in ours[0]},
             "eval": worst(ours[1], reference[1]),
@@ -151,11 +163,11 @@ def logprobs(devices: int) -> dict:
         (_, logp), grads = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(w, h)
         return {"values": logp, "towards w": grads[0], "towards h": grads[1]}
 
-    out = {"values": P(), "towards w": P("tensor"), "towards h": P()}
+    out = {"values": P(), "towards w": P("tensor"), "towards h": P(None, "tensor")}
     split = jax.shard_map(
         partial(measure, head._replace(axis="tensor")),
         mesh=mesh,
-        in_specs=(P("tensor"), P(), P()),
+        in_specs=(P("tensor"), P(None, "tensor"), P()),
         out_specs=out,
         check_vma=False,
     )
@@ -167,26 +179,26 @@ def logprobs(devices: int) -> dict:
 def programs(devices: int) -> dict:
     """What the compiled programs of a run with fsdp and tensor exchange, in bfloat16."""
     found = {}
-    vocab, length = 20480, 512  # four chunks of the loss a device
-    spec = dataclasses.replace(models()["plain"], vocab=vocab, tied=False)
-    for name, sizes, remats in (
-        ("fsdp", {"fsdp": devices}, ("none", "matmuls")),
-        ("both", {"fsdp": 2, "tensor": 2}, ("none",)),
+    for name, sizes, vocab, length, remats in (  # 20480, 512: four chunks of the loss a device
+        ("fsdp", {"fsdp": devices}, 20480, 512, ("matmuls",)),
+        ("both", {"fsdp": 2, "tensor": 2}, 20480, 512, ("none",)),
+        ("tensor", {"tensor": devices}, 256, 64, ("none", "matmuls", "full")),
     ):
+        spec = dataclasses.replace(models()["plain"], vocab=vocab, tied=False)
         for remat in remats:
-            run = make_run(sizes, seq_len=length)
-            train = run.train.model_copy(update={"remat": remat})
-            run = run.model_copy(update={"train": train})
+            run = make_run(sizes, remat=remat, seq_len=length)
             mesh = sharding.make_mesh(run.mesh)
             network = build(spec, Policy(compute_dtype=jnp.bfloat16))
             lowered = steps.lower(network, run, mesh)
             text = lowered.train.as_text()
             program = hlo.read(lowered.train.compile().as_text())
+            shapes = {dims for use in program.walk() for _, dims in use.instruction.shapes}
             found[f"{name} {remat}"] = {
                 "collectives": [dataclasses.asdict(c) for c in program.collectives()],
                 "loss_loops": loss_loops(program, vocab // sizes.get("tensor", 1)),
                 "gathered": sorted(set(re.findall(r"all_gather.*-> tensor<[\dx]+x(\w+)>", text))),
-                "flops": program.flops(),
+                "scattered": scattered(text),
+                "kept": sorted(d[1:] for d in shapes if len(d) == 4 and d[0] == len(spec.layers)),
                 "layer_matrices": 7,
                 "layers": len(spec.layers),
             }
@@ -224,6 +236,12 @@ def attention_work(devices: int) -> dict:
             program = hlo.read(jax.jit(step).lower(*shapes).compile().as_text())
             found[ways][name] = program.flops()
     return found
+
+
+def scattered(text: str) -> list[str]:
+    """Element types of the sums that are scattered, as the program is given to the compiler."""
+    ends = re.findall(r"reduce_scatter.*?\}\) : \(tensor<[\dx]+x(\w+)>", text, re.DOTALL)
+    return sorted(set(ends))
 
 
 def loss_loops(program: hlo.Program, vocab: int) -> list[str]:

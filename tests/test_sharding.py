@@ -21,23 +21,25 @@ from localtrain.models import read_hub_config, spec_from
 from localtrain.nn.core import Policy
 from localtrain.nn.decoder import build
 
-CASES = {  # devices at hand -> name -> model, mesh, micro-batch
+CASES = {  # devices at hand -> name -> model, mesh, micro-batch, remat
     4: {
         "fsdp 4": ("options", {"fsdp": 4}, 4),
-        "replica 2 x fsdp 2": ("plain", {"replica": 2, "fsdp": 2}, None),
-        "tensor 2 x fsdp 2": ("plain", {"tensor": 2, "fsdp": 2}, None),
-        "tensor 4, more than kv heads": ("options", {"tensor": 4}, 2),
+        "replica 2 x fsdp 2": ("plain", {"replica": 2, "fsdp": 2}),
+        "tensor 2 x fsdp 2": ("plain", {"tensor": 2, "fsdp": 2}, None, "matmuls"),
+        "tensor 4, more than kv heads": ("options", {"tensor": 4}, 2, "full"),
         "context 2 x fsdp 2": ("options", {"context": 2, "fsdp": 2}, 4),
-        "context 4": ("plain", {"context": 4}, None),
+        "context 4": ("plain", {"context": 4}),
+        "context 2 x tensor 2": ("options", {"context": 2, "tensor": 2}, None, "matmuls"),
     },
     8: {
-        "fsdp 4, tied": ("plain", {"fsdp": 4}, None),
+        "fsdp 4, tied": ("plain", {"fsdp": 4}),
         "tensor 4, tied": ("plain", {"tensor": 4}, 2),
-        "tensor 2 x fsdp 2, options": ("options", {"tensor": 2, "fsdp": 2}, None),
-        "fsdp 8": ("options", {"fsdp": 8}, None),
+        "tensor 2 x fsdp 2, options": ("options", {"tensor": 2, "fsdp": 2}),
+        "fsdp 8": ("options", {"fsdp": 8}),
         "replica 2 x fsdp 2 x tensor 2": ("options", {"replica": 2, "fsdp": 2, "tensor": 2}, 4),
-        "fsdp 2 x context 2 x tensor 2": ("plain", {"fsdp": 2, "context": 2, "tensor": 2}, None),
-        "context 4 x tensor 2": ("options", {"context": 4, "tensor": 2}, 2),
+        "fsdp 2 x context 2 x tensor 2": ("plain", {"fsdp": 2, "context": 2, "tensor": 2}),
+        "context 4 x tensor 2": ("options", {"context": 4, "tensor": 2}, 2, "full"),
+        "context 8": ("options", {"context": 8}, None, "matmuls"),
     },
 }
 
@@ -91,7 +93,7 @@ def compiled():
 
 
 FSDP_OF = {"fsdp": [[0, 1, 2, 3]], "both": [[0, 2], [1, 3]]}
-PROGRAMS = ("fsdp none", "fsdp matmuls", "both none")
+PROGRAMS = ("fsdp matmuls", "both none")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -130,6 +132,23 @@ def test_every_matrix_is_gathered_once_a_direction_and_its_gradient_scattered_on
 def test_matrices_travel_in_the_type_of_the_arithmetic(compiled):
     """In the program as it is given to the compiler: XLA's CPU compiler widens bfloat16 itself."""
     assert all(compiled[program]["gathered"] == ["bf16", "i32"] for program in PROGRAMS)
+    assert compiled["fsdp matmuls"]["scattered"] == ["f32"]  # their gradients are summed in float32
+    assert compiled["tensor none"]["scattered"] == ["bf16"]  # activations
+
+
+@pytest.mark.parametrize(("remat", "gathers"), [("none", 4), ("matmuls", 6), ("full", 6)])
+def test_tensor_gathers_and_scatters_tokens_and_repeats_no_sum(compiled, remat, gathers):
+    """An all-reduce is worth one of each. Whole activations took 4 of these a layer with remat
+    none, 5 with matmuls and full: the same bytes, for a part of the memory."""
+    found = compiled[f"tensor {remat}"]
+    inside = [c for c in found["collectives"] if c["loops"]]
+    kinds = [c["kind"] for c in inside]
+    assert kinds.count("all-gather") == gathers and kinds.count("reduce-scatter") == 4
+    assert len(kinds) == gathers + 4
+    assert {c["times"] for c in inside} == {found["layers"]}
+    # what lies between the layers, [B, T, D] of the whole batch, is kept in parts
+    assert [8, 64 // 4, 32] in found["kept"]
+    assert remat == "none" or [8, 64, 32] not in found["kept"]
 
 
 def test_the_causal_work_of_a_row_is_shared_out_evenly(compiled):

@@ -80,10 +80,10 @@ class Attention(nnx.Module):
             out_BTNH, cache = attend_cached(q_BTNH, k_BTKH, v_BTKH, cache, ctx.slots, **options)
         # heads and their channels as one axis: over two, XLA's CPU compiler copies the weight first
         wo_AD = self.wo_NHD[...].astype(self.dtype).reshape(-1, x_BTD.shape[-1])
-        out_BTD = leave(linear(out_BTNH.reshape(*x_BTD.shape[:2], -1), wo_AD))
+        out_BTD = leave(linear(out_BTNH.reshape(*out_BTNH.shape[:2], -1), wo_AD))
         if spec.out_bias:
             out_BTD = out_BTD + self.bo_D[...].astype(self.dtype)
-        return out_BTD, cache
+        return checkpoint_name(out_BTD, "mixer_out"), cache
 
     def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         x_BTD = enter(x_BTD)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from localtrain.nn.parallel import enter
 from localtrain.nn.spec import Norm
 
 WEIGHT_STD = 0.02  # GPT-2 and all that followed; the truncated normal below keeps this std
@@ -63,12 +62,10 @@ class RMSNorm(nnx.Module):
     def __init__(self, dim: int, spec: Norm, axis: str = "embed"):
         self.eps = spec.eps
         self.plus_one = spec.plus_one
-        self.of_heads = axis == "head_dim"  # its rows are heads, which devices may share out
         self.scale = param((dim,), (axis,), "norm", value=0.0 if spec.plus_one else 1.0)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.scale[...].astype(jnp.float32)
-        scale = enter(scale) if self.of_heads else scale
         return rms_norm(self.eps, x, scale + 1.0 if self.plus_one else scale)
 
 

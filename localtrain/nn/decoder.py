@@ -22,7 +22,7 @@ from localtrain.nn.attention import Attention, Context, init_cache
 from localtrain.nn.cached import Slots, extend
 from localtrain.nn.core import LOGIT_STD, WEIGHT_STD, Policy, RMSNorm, draw, param, soft_cap
 from localtrain.nn.mlp import GatedMlp
-from localtrain.nn.parallel import gather_weight, look_up, refetch
+from localtrain.nn.parallel import gather_weight, look_up, own_vocab, refetch, size
 from localtrain.nn.rope import rope_tables
 from localtrain.nn.spec import Layer, Model, Rope
 
@@ -134,7 +134,10 @@ class Network:
     # forward ----------------------------------------------------------------------------------
 
     def hidden(self, params: Params, ctx: Context, remat: str = "none") -> jax.Array:
-        """The output of the final norm, [B, T, D] in the compute dtype."""
+        """The output of the final norm, [B, T, D] in the compute dtype.
+
+        Of this device's part of the tokens, where the program is split over `tensor`.
+        """
         x_BTD, ctx = self._embed(params, ctx)
         for i, stack in enumerate(self.stacks):
             scanned = self.policy.scan and stack.repeat > 1
@@ -143,9 +146,13 @@ class Network:
         return self._merge_ends(params).final_norm(x_BTD)
 
     def head(self, params: Params) -> tuple[jax.Array, str]:
-        """The output matrix and its layout: the tied embedding "vd", or the head "dv"."""
+        """The output matrix and its layout: the tied embedding "vd", or the head "dv".
+
+        This device's part of the vocabulary, where the program is split over `tensor`.
+        """
         name, layout = ("embed_VD", "vd") if self.spec.tied else ("head_DV", "dv")
-        return self._whole(params[name], self.shapes[name].shape, self.axes[name]), layout
+        w = self._whole(params[name], self.shapes[name].shape, self.axes[name])
+        return own_vocab(w, layout.index("v"), self.vocab), layout
 
     def logits(self, params: Params, h_BTD: jax.Array) -> jax.Array:
         """float32 [..., V] without padded columns; for short sequences (training: losses)."""
@@ -297,13 +304,18 @@ class Network:
 
 
 def _rematerialise(body, remat: str, scanned: bool):
-    """`none` keeps all activations, `matmuls` the named products, `full` only a layer's input."""
+    """`none` keeps all activations, `matmuls` the named products, `full` only a layer's input.
+
+    Under `tensor` also what was summed over its devices: a device keeps its part of the tokens, and
+    the sum is not repeated.
+    """
     if remat == "none":
         return refetch(body, scanned=scanned)
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}: one of {', '.join(REMAT)}")
-    policy = None
-    if remat == "matmuls":
-        policy = jax.checkpoint_policies.save_only_these_names(*SAVED_BY_NAME)
+    names = SAVED_BY_NAME if remat == "matmuls" else ()
+    if size("tensor") > 1:
+        names = (*names, "mixer_out") if remat == "full" else (*names, "mixer_out", "ffn_out")
+    policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
     # a scan already keeps the compiler from merging the recomputation with the first computation
     return jax.checkpoint(body, policy=policy, prevent_cse=not scanned)

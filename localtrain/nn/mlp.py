@@ -46,7 +46,9 @@ class GatedMlp(nnx.Module):
         up_BTF = checkpoint_name(up_BTF, "mlp_up")
         w_down_FD = self.w_down_FD[...].astype(self.dtype)
         out_BTD = leave(glu_down(self.act, gate_BTF, up_BTF, w_down_FD))
-        return out_BTD + self.b_down_D[...].astype(self.dtype) if self.bias else out_BTD
+        if self.bias:
+            out_BTD = out_BTD + self.b_down_D[...].astype(self.dtype)
+        return checkpoint_name(out_BTD, "ffn_out")
 
     def _project(self, x: jax.Array, weight: nnx.Param, bias_name: str) -> jax.Array:
         y = linear(x, weight[...].astype(self.dtype))

@@ -6,12 +6,14 @@ shard_map, and on axes of size 1, each of them does nothing: one source for a la
 
 The scheme: fsdp as in "ZeRO" (arXiv 1910.02054): a layer's matrices are gathered when it runs, in
 the compute dtype, and gathered again in the backward pass; their gradients are summed and scattered
-in float32. tensor as in "Megatron-LM" (arXiv 1909.08053): `enter` before a product whose columns
-are split, `leave` after one whose rows are. context: a row is 2n chunks, device i has chunks i and
-2n-1-i (as in "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2: of one stretch each the
-last device would have most of the causal work), and gathers keys and values. shard_map does not
-check replication here (check_vma=False): what is equal on all devices of an axis, gradients
-included, is said by enter and leave.
+in float32. tensor as in "Megatron-LM" (arXiv 1909.08053) with the sequence parallelism of "Reducing
+Activation Recomputation in Large Transformer Models" (arXiv 2205.05198): between the products each
+device has its part of the tokens; `enter` gathers them before a product whose columns are split,
+`leave` sums and scatters after one whose rows are. context: a row is 2n chunks, device i has chunks
+i and 2n-1-i (as in "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2: of one stretch
+each the last device would have most of the causal work), and gathers keys and values. shard_map
+does not check replication here (check_vma=False). One rule keeps it simple: the gradient of a
+parameter that devices have in common is a part of it on each, and is summed once at the end.
 """
 
 from __future__ import annotations
@@ -42,33 +44,27 @@ def total(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
 
 
-def enter(x: jax.Array, axis: str = "tensor") -> jax.Array:
-    """x, equal on the devices of `axis`, which then compute different things from it.
-
-    Its gradient is the sum of theirs.
-    """
-    return _enter(axis, x) if size(axis) > 1 else x
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _enter(axis: str, x: jax.Array) -> jax.Array:
-    return x
+def enter(x_BTD: jax.Array) -> jax.Array:
+    """All tokens, which the devices of `tensor` then compute different things from, of its part."""
+    if size("tensor") == 1:
+        return x_BTD
+    return lax.all_gather(x_BTD, "tensor", axis=1, tiled=True)
 
 
-_enter.defvjp(lambda axis, x: (x, None), lambda axis, _, g: (lax.psum(g, axis),))
+def leave(x_BTD: jax.Array) -> jax.Array:
+    """This device's part of the tokens of the sum of the x of the devices of `tensor`."""
+    if size("tensor") == 1:
+        return x_BTD
+    return lax.psum_scatter(x_BTD, "tensor", scatter_dimension=1, tiled=True)
 
 
-def leave(x: jax.Array, axis: str = "tensor") -> jax.Array:
-    """The sum of the x of the devices of `axis`, then equal on all; so is its gradient."""
-    return _leave(axis, x) if size(axis) > 1 else x
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _leave(axis: str, x: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def join(x: jax.Array, axis: str) -> jax.Array:
+    """The sum of the x of the devices of `axis`, then used equally by all; so is its gradient."""
     return lax.psum(x, axis)
 
 
-_leave.defvjp(lambda axis, x: (lax.psum(x, axis), None), lambda axis, _, g: (g,))
+join.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, g: (g,))
 
 
 def gather_weight(w: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], dtype) -> jax.Array:
@@ -130,17 +126,31 @@ def own_kv_heads(w: jax.Array, kv_heads: int) -> jax.Array:
     ways = size("tensor")
     if ways == 1 or kv_heads % ways == 0:
         return w  # already split, like the heads
-    mine = index("tensor") * kv_heads // ways
-    return lax.dynamic_slice_in_dim(enter(w), mine, 1, axis=w.ndim - 2)
+    return lax.dynamic_slice_in_dim(w, index("tensor") * kv_heads // ways, 1, axis=w.ndim - 2)
+
+
+def own_vocab(w: jax.Array, dim: int, vocab: int) -> jax.Array:
+    """This device's part of the output matrix along `dim`, also where tensor does not divide the
+    vocabulary and each device has all of it: the last part then ends in zeros."""
+    ways = size("tensor")
+    if ways == 1 or w.shape[dim] < vocab:
+        return w
+    columns = -(-vocab // ways)
+    w = jnp.pad(w, [(0, ways * columns - vocab if d == dim else 0) for d in range(w.ndim)])
+    return lax.dynamic_slice_in_dim(w, index("tensor") * columns, columns, axis=dim)
 
 
 def look_up(table_VD: jax.Array, ids_BT: jax.Array, shape: tuple[int, int], dtype) -> jax.Array:
-    """table[ids], [B, T, D] in `dtype`, of a table of `shape` that may be split on both axes.
+    """table[ids] of this device's part of the tokens in `dtype`, [B, T / tensor, D].
 
+    The ids are those of all devices of tensor; the table, of `shape`, may be split on both axes.
     Split over fsdp, each device looks up its channels for the tokens of all, then they exchange:
     this moves activations, a tenth or less of the table, and the table's gradient needs no sum.
     """
     split_v, split_d = table_VD.shape[0] < shape[0], table_VD.shape[1] < shape[1]
+    if size("tensor") > 1 and not split_v:
+        part = ids_BT.shape[1] // size("tensor")
+        ids_BT = lax.dynamic_slice_in_dim(ids_BT, index("tensor") * part, part, axis=1)
     if split_d:
         ids_BT = lax.all_gather(ids_BT, "fsdp", axis=0, tiled=True)
     if split_v:
@@ -167,7 +177,11 @@ def refetch(body, *, scanned: bool):
 
 
 def _is_ours(primitive, *_, **params) -> bool:
-    """Whether to keep a value: not if gathered, nor if only the shape, type or order of one."""
+    """Whether to keep a value: not if gathered, nor if only the shape, type or order of one.
+
+    Activations gathered over `tensor` are kept, like any other.
+    """
+    if primitive.name == "all_gather":
+        return params["axis_name"] in ("tensor", ("tensor",))
     cheap = ("reshape", "convert_element_type", "transpose", "squeeze", "broadcast_in_dim")
-    order = ("split", "slice", "rev", "concatenate")
-    return primitive.name not in ("all_gather", *cheap, *order)
+    return primitive.name not in (*cheap, "split", "slice", "rev", "concatenate")
