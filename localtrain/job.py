@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from localtrain import compile_cache, models, sharding, steps
+from localtrain import compile_cache, models, processes, sharding, steps
 from localtrain.backend import Backend
 from localtrain.config import RunConfig
 from localtrain.errors import ConfigError
@@ -54,21 +55,45 @@ class Job:
         """Bytes per device of the train step by class, as the compiler counts them."""
         return compiled_memory(self.programs, self.step)
 
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """The rows of a batch that this process's devices need, in rising order."""
+        like = self.programs.batch["tokens"]
+        parts = like.sharding.addressable_devices_indices_map(like.shape).values()
+        return np.unique(np.concatenate([np.arange(like.shape[0])[part[0]] for part in parts]))
+
     def place(self, batch: dict[str, np.ndarray]) -> steps.Batch:
-        """Host arrays of a batch onto the devices."""
-        return {k: jax.device_put(v, self.programs.batch[k].sharding) for k, v in batch.items()}
+        """Host arrays of this process's rows of a batch onto its devices."""
+        return {k: self._place(self.programs.batch[k], v) for k, v in batch.items()}
+
+    def _place(self, like: jax.ShapeDtypeStruct, value_BT: np.ndarray) -> jax.Array:
+        if processes.count() == 1:
+            return jax.device_put(value_BT, like.sharding)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            first, last, _ = index[0].indices(like.shape[0])
+            here = np.searchsorted(self.rows, (first, last))
+            return value_BT[slice(*here), index[1]]
+
+        return jax.make_array_from_callback(like.shape, like.sharding, part)
 
     def fresh_state(self, source: Source | None = None) -> Tree:
         """Step 0: parameters from a source, else from the run's seed."""
-        place = self.programs.state["step"].sharding
-        state = self.init(jax.device_put(np.uint32(self.run.seed), place))
+        state = self.init(self._everywhere(np.uint32(self.run.seed)))
         if self.run.model.init_from:
             state["params"] = source.params(self.programs.state["params"])
         return state
 
     def number(self, value: int) -> jax.Array:
         """A step number for `step`: placed on purpose, the loop forbids implicit transfers."""
-        return jax.device_put(np.int32(value), self.programs.state["step"].sharding)
+        return self._everywhere(np.int32(value))
+
+    def _everywhere(self, value: np.generic) -> jax.Array:
+        """device_put of several processes' arrays would compare the values of all: a collective."""
+        place = self.programs.state["step"].sharding
+        if processes.count() == 1:
+            return jax.device_put(value, place)
+        return jax.make_array_from_callback((), place, lambda _: np.asarray(value))
 
 
 def make_network(run: RunConfig, hf: dict[str, Any], where: str, backend: Backend) -> Network:
@@ -141,8 +166,9 @@ def run_mesh(
 
 def attention_kernels(run: RunConfig, network: Network, mesh: jax.sharding.Mesh) -> str:
     """Which kernels the layers use, and why not the one that this place has."""
-    wanted, ways = network.policy.attention, mesh.shape["context"]
-    found = attend.kernels(network.spec, wanted, run.data.seq_len, ways)
+    policy, ways = network.policy, mesh.shape["context"]
+    wanted, dtype = policy.attention, jnp.dtype(policy.compute_dtype).name
+    found = attend.kernels(network.spec, wanted, run.data.seq_len, ways, dtype)
     return ", ".join(
         name if reason is None else f"{name} in place of {wanted}: {reason}"
         for name, reason in found.items()

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import jax
 
-from localtrain.nn import splash
+from localtrain.nn import cudnn, splash
 from localtrain.nn.blockwise import Kernel, blockwise
 from localtrain.nn.parallel import gather_length, index, size
 from localtrain.nn.spec import Gqa, Model
 
-KERNELS = ("blockwise", "splash")
+KERNELS = ("blockwise", "splash", "cudnn")
 
 
 class Case(NamedTuple):
@@ -30,20 +30,27 @@ class Case(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     ways: int = 1  # devices that a row is split over
+    dtype: str = "bfloat16"
 
 
 def choose(kernel: str, case: Case) -> tuple[str, str | None]:
     """The kernel to use where `kernel` is wanted, and why it is not that one (None: it is)."""
     if kernel not in KERNELS:
         raise ValueError(f"attention kernel {kernel!r}: known are {', '.join(KERNELS)}")
-    reason = splash.unfit(case.length, case.ways) if kernel == "splash" else None
+    reason = None
+    if kernel == "splash":
+        reason = splash.unfit(case.length, case.ways)
+    elif kernel == "cudnn":
+        reason = cudnn.unfit(case)
     return (kernel, None) if reason is None else ("blockwise", reason)
 
 
-def kernels(spec: Model, kernel: str, length: int, ways: int = 1) -> dict[str, str | None]:
+def kernels(
+    spec: Model, kernel: str, length: int, ways: int = 1, dtype: str = "bfloat16"
+) -> dict[str, str | None]:
     """The kernels that a model's layers use where `kernel` is wanted, and why one is another."""
     cases = (
-        Case(length, m.head_dim, m.head_dim, m.window, m.softcap, m.sinks, ways)
+        Case(length, m.head_dim, m.head_dim, m.window, m.softcap, m.sinks, ways, dtype)
         for m in (layer.mixer for layer in spec.layers)
         if isinstance(m, Gqa)
     )
@@ -75,7 +82,9 @@ def attend(
         k_BTKH, v_BTKH = gather_length(k_BTKH), gather_length(v_BTKH)
         segments_BT = None if segments_BT is None else gather_length(segments_BT)
     sizes = k_BTKH.shape[1], k_BTKH.shape[-1], v_BTKH.shape[-1]
-    case = Case(*sizes, window, softcap, sinks_N is not None, fixed.ways)
+    case = Case(*sizes, window, softcap, sinks_N is not None, fixed.ways, q_BTNH.dtype.name)
     name, _ = choose(kernel, case)
+    if name == "cudnn":
+        return cudnn.flash(fixed, q_BTNH, k_BTKH, v_BTKH, segments_BT)
     run = splash.splash if name == "splash" else blockwise
     return run(fixed, q_BTNH, k_BTKH, v_BTKH, segments_BT, sinks_N, device)

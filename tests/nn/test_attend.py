@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from localtrain.nn import blockwise, splash
+from localtrain.nn import blockwise, cudnn, splash
 from localtrain.nn.attend import Case, attend, choose
 
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -220,7 +220,7 @@ def test_rows_that_are_no_whole_blocks_get_the_blockwise_kernel_and_the_reason()
     name, reason = choose("splash", Case(2048, 128, 128, ways=16))
     assert name == "blockwise"
     assert "32 chunks on 16 devices" in reason
-    with pytest.raises(ValueError, match="known are blockwise, splash"):
+    with pytest.raises(ValueError, match="known are blockwise, splash, cudnn"):
         choose("flash", Case(2048, 128, 128))
 
 
@@ -230,3 +230,37 @@ def test_splash_does_not_visit_blocks_outside_the_window():
     seen, live = splash._walk(splash._blocks_seen(places_WT, 4096, 512, 512, 512))
     assert seen.shape == live.shape == (1, 8, 2)
     assert live.sum() == 8 + 7
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 140, 4, 2, 64), {"segments_BT": packed(2, 140), "window": 40}),
+        ((1, 96, 2, 1, 128), {}),
+    ],
+    ids=["packed, window, grouped", "causal"],
+)
+def test_what_cudnn_is_asked_for_is_the_plain_form(monkeypatch, shape, options):
+    """Masks, window, scale and padding, in jax's own implementation of the same call."""
+    monkeypatch.setattr(cudnn, "flash", partial(cudnn.flash, implementation="xla"))
+    monkeypatch.setattr(cudnn, "unfit", lambda case: None)  # of float32
+    assert_same(shape, kernel="cudnn", **options)
+
+
+@pytest.mark.parametrize(
+    ("case", "word"),
+    [
+        (Case(8192, 128, 128), None),
+        (Case(16384, 128, 128), "longer than 8192"),
+        (Case(2048, 256, 256), "head_dim 256"),
+        (Case(2048, 192, 128), "128 wide"),
+        (Case(2048, 64, 64, sinks=True), "sinks"),
+        (Case(2048, 64, 64, softcap=50.0), "soft cap"),
+        (Case(2048, 64, 64, ways=2), "mesh.context"),
+        (Case(2048, 64, 64, dtype="float32"), "float32"),
+    ],
+)
+def test_cudnn_is_used_where_it_can_and_the_reason_is_told_where_not(case, word):
+    name, reason = choose("cudnn", case)
+    assert name == ("cudnn" if word is None else "blockwise")
+    assert reason is None if word is None else word in reason
