@@ -117,7 +117,13 @@ def test_every_card_names_its_source_and_has_the_figures_that_xla_reads():
             assert int(re.search(rf"{key}: (\d+)", text)[1]) > 0, (path, key)
         # the name says the memory: rtx-3060-12gb
         size = int(re.search(r"device_memory_size: (\d+)", text)[1])
-        assert abs(size / 1e9 - int(re.search(r"(\d+)gb$", path.stem)[1])) < 5
+        assert abs(size / 1e9 / int(re.search(r"(\d+)gb$", path.stem)[1]) - 1) < 0.08
+        # and the table behind step times and MFU has the same card
+        facts = local_gpu.LocalGpu().facts(re.search(r'description_str: "(.*)"', text)[1])
+        bandwidth = int(re.search(r"memory_bandwidth: (\d+)", text)[1])
+        assert facts.memory == pytest.approx(size, rel=0.01), path
+        assert facts.memory_bandwidth == pytest.approx(bandwidth, rel=0.01), path
+        assert facts.source and facts.peak_flops > 20e12, path
 
 
 def compiled_for(card: str, *arguments: str) -> dict[str, int]:

@@ -1,0 +1,167 @@
+"""The reader of compiled programs: memory traffic and kernels, against counts by hand.
+
+Exchanges and FLOPs are in test_sharding.py. The texts are cut out of what the compilers print;
+programs are compiled for a TPU where libtpu is installed.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from localtrain import hlo
+from localtrain.plan import cost
+
+LOOP = """HloModule jit_f
+
+%slice_of_layer (p0: f32[7,8,16], p1: s32[]) -> f32[8,16] {
+  %p0 = f32[7,8,16]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %s = f32[1,8,16]{2,1,0} dynamic-slice(%p0, %p1), dynamic_slice_sizes={1,8,16}
+  ROOT %b = f32[8,16]{1,0} bitcast(%s)
+}
+
+%store (p0: f32[7,4,16], p1: f32[4,16], p2: s32[]) -> f32[7,4,16] {
+  %p0 = f32[7,4,16]{2,1,0} parameter(0)
+  %p1 = f32[4,16]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %r = f32[1,4,16]{2,1,0} bitcast(%p1)
+  ROOT %u = f32[7,4,16]{2,1,0} dynamic-update-slice(%p0, %r, %p2)
+}
+
+%body (p: (s32[], f32[4,8], f32[7,8,16], f32[7,4,16])) -> (s32[], f32[4,8]) {
+  %p = (s32[], f32[4,8]{1,0}, f32[7,8,16]{2,1,0}, f32[7,4,16]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%p), index=1
+  %all = f32[7,8,16]{2,1,0} get-tuple-element(%p), index=2
+  %kept = f32[7,4,16]{2,1,0} get-tuple-element(%p), index=3
+  %w = f32[8,16]{1,0} fusion(%all, %i), kind=kLoop, calls=%slice_of_layer
+  %y = f32[4,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %stored = f32[7,4,16]{2,1,0} fusion(%kept, %y, %i), kind=kLoop, calls=%store
+  ROOT %t = (s32[], f32[4,8]{1,0}) tuple(%i, %x, %all, %stored)
+}
+
+ENTRY %main (x: f32[4,8]) -> f32[] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %loop = (s32[], f32[4,8]) while(%x), body=%body, backend_config={"known_trip_count":{"n":"7"}}
+}
+"""
+
+
+def test_a_loop_over_layers_reads_one_layer_each_time_and_updates_in_place():
+    program = hlo.read(LOOP)
+    slice_ = 8 * 16 * 4  # read from the stack, written
+    product = (4 * 8 + 8 * 16 + 4 * 16) * 4
+    store = 4 * 16 * 4  # y is read, its place in the stack written
+    index = 4  # of s32, read by both fusions
+    assert hlo.memory_bytes(program) == 7 * (2 * slice_ + product + 2 * store + 2 * index)
+    assert program.flops() == 7 * 2 * 4 * 8 * 16
+
+
+TPU = """HloModule jit_f, num_partitions=2
+
+ENTRY %main (x: f32[64,128]) -> f32[] {
+  %x = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %s = (f32[64,128]{1,0:T(8,128)S(1)}, f32[64,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %c = f32[64,128]{1,0:T(8,128)S(1)} copy-done(%s)
+  %y = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} convert(%c)
+  %new = bf16[4,64,128]{2,1,0:T(8,128)(2,1)} custom-call(), custom_call_target="AllocateBuffer"
+  %splash_mha_fwd.5 = bf16[4,64,128]{2,1,0:T(8,128)(2,1)} custom-call(%y, %new), PALLAS
+  ROOT %r = bf16[4,64,128]{2,1,0:T(8,128)(2,1)} negate(%splash_mha_fwd.5)
+}
+"""
+
+
+def test_what_a_tpu_keeps_on_the_chip_is_no_memory_traffic():
+    program = hlo.read(TPU.replace("PALLAS", 'custom_call_target="tpu_custom_call"'))
+    buffer = 4 * 64 * 128 * 2
+    # x is fetched; the kernel reads the buffer and writes its result, which is read and negated
+    assert hlo.memory_bytes(program) == 64 * 128 * 4 + 2 * buffer + 2 * buffer
+    assert hlo.kernels(program) == {"splash_mha_fwd": 1}
+
+
+GPU = """HloModule jit_f
+
+ENTRY %main (x: bf16[2,256,4,64]) -> f32[] {
+  %q = bf16[2,256,4,64]{3,2,1,0} parameter(0)
+  %f = (bf16[2,4,256,64]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), CUDNN"
+  %o = bf16[2,4,256,64]{3,1,2,0} get-tuple-element(%f), index=0
+  %b = (bf16[2,4,256,64]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q, %o), CUDNNBackward"
+}
+"""
+
+
+def test_attention_kernels_are_named_and_their_hidden_products_counted():
+    program = hlo.read(GPU.replace("CUDNN", 'custom_call_target="__cudnn$fmhaSoftmax'))
+    assert hlo.kernels(program) == {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 1}
+    product = 2 * 2 * 4 * (256 * 256 // 2) * 64  # rows, heads, pairs of a causal row, head_dim
+    assert cost.kernel_flops(program, 256) == 2 * product + 5 * product
+
+
+def test_the_traffic_of_a_compiled_loop_is_one_layer_a_turn():
+    """XLA may fuse as it likes: at least each layer's matrix once, far less than all of them."""
+    layers, dim = 16, 128
+
+    def f(x, w):
+        return jax.lax.scan(lambda c, layer: (jnp.tanh(c @ layer), None), x, w)[0]
+
+    shapes = jnp.zeros((8, dim)), jnp.zeros((layers, dim, dim))
+    program = hlo.read(jax.jit(f).lower(*shapes).compile().as_text())
+    matrix = dim * dim * 4
+    assert program.flops() == layers * 2 * 8 * dim * dim
+    assert layers * matrix <= hlo.memory_bytes(program) <= 3.5 * layers * matrix
+
+
+def test_bytes_on_the_wire_of_rings_and_of_slices():
+    def one(kind, count, groups, size):
+        return hlo.Collective(kind, count, len(groups[0]), groups, 3, (), "", "")
+
+    inside = ((0, 1, 2, 3), (4, 5, 6, 7))
+    gather = one("all-gather", 1000, inside, 4)
+    assert cost.wire_bytes([gather], per_slice=4) == (3 * 1000 * 3 / 4, 0)
+    reduce = one("all-reduce", 1000, ((0, 4), (1, 5), (2, 6), (3, 7)), 2)
+    assert cost.wire_bytes([reduce], per_slice=4) == (0, 3 * 2 * 1000 / 2)
+    everyone = one("all-reduce", 1000, (tuple(range(8)),), 8)
+    link, network = cost.wire_bytes([everyone], per_slice=4)
+    assert link == 3 * 2 * 1000 * 7 / 8 and network == link * 2 / 8
+
+
+ON_TPU = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from localtrain import backend, hlo
+backend.set_jax(jax_platforms="cpu")
+devices = backend.find("tpu-vm").topology("v5e:2x2")
+mesh = jax.make_mesh((4,), ("x",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+def f(x, w):
+    def layer(c, part):
+        whole = jax.lax.all_gather(part, "x", axis=0, tiled=True)
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ whole), None), c, None, length=3)[0], None
+    return jax.lax.scan(layer, x, w)[0]
+g = jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P(None, "x")), out_specs=P("x"), check_vma=False)
+def shape(*dims, spec):
+    return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+x, w = shape(1024, 512, spec=P("x")), shape(7, 512, 512, spec=P(None, "x"))
+program = hlo.read(jax.jit(g).lower(x, w).compile().as_text())
+print(json.dumps([program.flops(), hlo.by_kind(program.collectives()), hlo.memory_bytes(program)]))
+"""
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs localtrain[tpu]")
+def test_nested_loops_of_a_tpu_program_are_counted_as_by_hand():
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    line = [sys.executable, "-c", ON_TPU]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    flops, exchanged, traffic = json.loads(done.stdout.splitlines()[-1])
+    assert flops == 7 * 3 * 2 * 256 * 512 * 512
+    assert exchanged == {"all-gather": {"count": 7, "bytes": 7 * 512 * 512 * 2}}
+    part = 7 * 128 * 512 * 2  # the layers' parts have to be read at least
+    assert part <= traffic <= 60 * part
