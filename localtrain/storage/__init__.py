@@ -22,6 +22,11 @@ from localtrain.storage.local import local_path, sync_dir, user_cache
 __all__ = ["local_path", "sync_dir", "user_cache"]  # beside what is defined here
 
 R = TypeVar("R")
+_ADVICE = {
+    errno.EROFS: " Choose a place that can be written.",
+    errno.EACCES: " Change its permissions, or choose another place.",
+    errno.EPERM: " Change its permissions, or choose another place.",
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,9 @@ def storage_error(action: str, path: str, error: Exception) -> StorageError:
             f"another place, and start the same command again."
         )
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return StorageError(f"could not {action} {path}: {reason}.")
+    inside = getattr(error, "filename", None) if action == "list" else None
+    where = f" ({inside})" if isinstance(inside, str) and inside != local_path(path) else ""
+    return StorageError(f"could not {action} {path}: {reason}{where}.{_ADVICE.get(code, '')}")
 
 
 def retry_report() -> str | None:
@@ -139,12 +146,15 @@ def list_files(pattern: str) -> list[FileInfo]:
     if is_url(pattern):
         found = [_remote_info(*one) for one in _far().find(pattern)]
         return sorted(found, key=lambda one: one.path)
-    return [info(name) for name in local.find_names(pattern) if os.path.isfile(name)]
+    names = _local("list", pattern, lambda: local.find_names(pattern))
+    return [info(name) for name in names if os.path.isfile(name)]
 
 
 def list_unreadable(pattern: str) -> list[str]:
     """What matches in the same way but holds no bytes to read, each with the reason."""
-    return [] if is_url(pattern) else local.find_unreadable(pattern)
+    if is_url(pattern):
+        return []
+    return _local("list", pattern, lambda: local.find_unreadable(pattern))
 
 
 def find_below(folder: str) -> dict[str, int]:
@@ -152,7 +162,7 @@ def find_below(folder: str) -> dict[str, int]:
     if is_url(folder):
         return _far().find_below(folder)
     top = local_path(folder)
-    names = local.find_names(top) if os.path.isdir(top) else []
+    names = _local("list", folder, lambda: local.find_names(top)) if os.path.isdir(top) else []
     return {os.path.relpath(n, top).replace(os.sep, "/"): os.path.getsize(n) for n in names}
 
 

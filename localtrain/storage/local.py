@@ -27,13 +27,34 @@ def user_cache() -> Path:
 
 
 def find_names(pattern: str) -> list[str]:
-    """What matches a glob, or all files below a folder, sorted."""
+    """What matches a glob, or all files below a folder, sorted.
+
+    Raises PermissionError for a folder on the way that may not be read: what lies in it would be
+    missing without a word.
+    """
     local = local_path(pattern)
     if os.path.isdir(local):
-        return sorted(os.path.join(top, name) for top, _, names in os.walk(local) for name in names)
+        tree = os.walk(local, onerror=_refuse)
+        return sorted(os.path.join(top, name) for top, _, names in tree for name in names)
     if os.path.lexists(local):  # a file whose own name holds glob characters
         return [local]
+    for folder in _crossed(local):
+        os.scandir(folder).close()
     return sorted(glob.glob(local, recursive=True))
+
+
+def _crossed(pattern: str) -> list[str]:
+    """The folders that a glob looks into."""
+    above = os.path.dirname(pattern)
+    if not glob.has_magic(above):
+        return [above] if os.path.isdir(above) else []
+    found = glob.glob(os.path.join(above, ""), recursive=True)
+    return [*_crossed(above), *(folder for folder in found if os.path.isdir(folder))]
+
+
+def _refuse(error: OSError) -> None:
+    if isinstance(error, PermissionError):  # others: it went away meanwhile
+        raise error
 
 
 def find_unreadable(pattern: str) -> list[str]:
