@@ -7,6 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from localtrain import processes
 from localtrain.backend import Backend, Defaults, jax_is_up, set_jax
 from localtrain.errors import ConfigError
 
@@ -41,9 +42,31 @@ class Cpu(Backend):
         set_jax(jax_num_cpu_devices=devices)
         return [f"{devices} CPU devices share {os.cpu_count()} cores"] if devices > 1 else []
 
+    def initialize(
+        self,
+        coordinator: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
+    ) -> str | None:
+        """Several processes exchange through gloo (docs.jax.dev, "Multi-process programming")."""
+        joined = processes.join(coordinator, num_processes, process_id)
+        if joined is not None:
+            set_jax(jax_cpu_collectives_implementation="gloo")
+            _keep_stdout_clean()
+        return joined
+
     def defaults(self) -> Defaults:
         """float32: CPUs have no fast bfloat16 in general, and it is the reference."""
         return Defaults(dtype="float32")
+
+
+def _keep_stdout_clean() -> None:
+    """gloo writes a line to the descriptor of stdout for each connection: to stderr with it."""
+    sys.stdout.flush()
+    results = os.dup(1)
+    os.dup2(2, 1)
+    if sys.stdout is sys.__stdout__:  # else it is not the descriptor
+        sys.stdout = open(results, "w", encoding=sys.stdout.encoding)  # noqa: SIM115
 
 
 def _check_running(devices: int | None) -> None:

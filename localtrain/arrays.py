@@ -17,10 +17,10 @@ import jax
 import ml_dtypes  # noqa: F401  (teaches numpy the names bfloat16, float8_e4m3fn, ...)
 import numpy as np
 
+from localtrain import parts
 from localtrain.errors import DataError
 
 Contents = dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape)
-Part = tuple[tuple[int, int], ...]  # (start, stop) by dimension
 _IN_FLIGHT = 1 << 30  # bytes of host memory that a restore may read ahead
 _SHOWN = 8  # names listed in an error
 
@@ -51,9 +51,10 @@ def name_leaves(tree: Any) -> dict[str, Any]:
     return named
 
 
-def to_host(tree: Any) -> dict[str, np.ndarray]:
+def to_host(tree: Any) -> dict[str, np.ndarray | parts.Split]:
     """Real copies in host memory, by name. Afterwards the arrays may be donated.
 
+    Of an array that several processes hold, each copies the parts that no process before it has.
     On CPU a device array and its numpy view share memory, hence copies and never views.
     """
     named = name_leaves(tree)
@@ -63,13 +64,11 @@ def to_host(tree: Any) -> dict[str, np.ndarray]:
                 continue
             if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 raise TypeError(f"{name} is a typed key: save jax.random.key_data(key)")
-            if not leaf.is_fully_addressable:
-                raise NotImplementedError(f"{name} spans several processes: not supported yet")
             leaf.copy_to_host_async()  # all transfers at once, collected below
-        return {name: np.array(leaf, copy=True) for name, leaf in named.items()}
+        return {name: parts.to_host(leaf) for name, leaf in named.items()}
 
 
-def describe(leaves: dict[str, np.ndarray | Deferred]) -> Contents:
+def describe(leaves: dict[str, np.ndarray | Deferred | parts.Split]) -> Contents:
     """The table of contents in meta.json."""
     return {name: (leaf.dtype.name, leaf.shape) for name, leaf in leaves.items()}
 
@@ -129,7 +128,7 @@ def read(folder: Path, contents: Contents, template: Any) -> Any:
     solid = {name: leaf for name, leaf in wanted.items() if math.prod(leaf.shape)}
     context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})  # Orbax's own value
     restored: dict[str, Any] = {}
-    reading: deque[tuple[str, dict[Part, Any]]] = deque()
+    reading: deque[tuple[str, dict[parts.Part, Any]]] = deque()
     ahead, last = 0, next(reversed(solid), None)
     try:
         stores = {name: ts.open(_where(folder, name), open=True, context=context) for name in solid}
@@ -137,9 +136,9 @@ def read(folder: Path, contents: Contents, template: Any) -> Any:
             store = ts.cast(stores.pop(name).result(), np.dtype(leaf.dtype).name)
             if store.shape != tuple(leaf.shape):
                 raise ValueError(f"{name} has shape {store.shape}, meta.json says {leaf.shape}")
-            parts = {part: store[_slices(part)] for part in _parts(leaf)}
-            ahead += sum(part.size for part in parts.values()) * leaf.dtype.itemsize
-            reading.append((name, {part: view.read() for part, view in parts.items()}))
+            views = {part: store[_slices(part)] for part in _parts(leaf)}
+            ahead += sum(view.size for view in views.values()) * leaf.dtype.itemsize
+            reading.append((name, {part: view.read() for part, view in views.items()}))
             while reading and (ahead > _IN_FLIGHT or name == last):
                 done, futures = reading.popleft()
                 values = {part: future.result() for part, future in futures.items()}
@@ -158,36 +157,34 @@ def read(folder: Path, contents: Contents, template: Any) -> Any:
 
 
 def _where(folder: Path, name: str) -> dict[str, Any]:
-    """Where Orbax puts a leaf: a zarr array in the folder's OCDBT database, its path dotted."""
+    """Where a leaf is: a zarr array in Orbax's OCDBT database, or in a folder; its path dotted."""
     base = {"driver": "file", "path": f"{folder}/"}
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{parts.dotted(name)}/"}
+    if not (folder / "manifest.ocdbt").exists():
+        kvstore = {"driver": "file", "path": f"{folder}/{parts.dotted(name)}/"}
     return {"driver": "zarr", "kvstore": kvstore, "recheck_cached_data": False}
 
 
-def _parts(leaf: Any) -> list[Part]:
+def _parts(leaf: Any) -> list[parts.Part]:
     """The distinct parts of a leaf that this process needs; the whole of a numpy leaf."""
     shape = tuple(leaf.shape)
     if isinstance(leaf, np.ndarray | np.generic):
         return [tuple((0, size) for size in shape)]
     found = _sharding(leaf).addressable_devices_indices_map(shape).values()
-    return list(dict.fromkeys(_part(index, shape) for index in found))
+    return list(dict.fromkeys(parts.bounds(index, shape) for index in found))
 
 
-def _part(index: tuple[slice, ...], shape: tuple[int, ...]) -> Part:
-    return tuple(at.indices(size)[:2] for at, size in zip(index, shape, strict=True))
-
-
-def _slices(part: Part) -> tuple[slice, ...]:
+def _slices(part: parts.Part) -> tuple[slice, ...]:
     return tuple(slice(*bounds) for bounds in part)
 
 
-def _assemble(leaf: Any, values: dict[Part, np.ndarray]) -> Any:
+def _assemble(leaf: Any, values: dict[parts.Part, np.ndarray]) -> Any:
     """Host parts to an array on the leaf's devices, or to the numpy array that they are."""
     if isinstance(leaf, np.ndarray | np.generic):
         return next(iter(values.values()))
     shape = tuple(leaf.shape)
     return jax.make_array_from_callback(
-        shape, _sharding(leaf), lambda index: values[_part(index, shape)], dtype=leaf.dtype
+        shape, _sharding(leaf), lambda index: values[parts.bounds(index, shape)], dtype=leaf.dtype
     )
 
 

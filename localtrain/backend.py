@@ -72,8 +72,22 @@ class Backend(Protocol):
         """XLA options for `jax.jit(..., compiler_options=...)`, each with its source."""
         return {}
 
-    def initialize(self) -> None:
-        """Join the other processes of the run (`jax.distributed`); nothing on one machine."""
+    def initialize(
+        self,
+        coordinator: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
+    ) -> str | None:
+        """Join the other processes of the run, as flags and launcher say (`processes.join`).
+
+        Returns a line for the log, None when this process is alone. Raises ConfigError, PeerError.
+        """
+        if {coordinator, num_processes, process_id} != {None}:
+            raise ConfigError(
+                f"--coordinator, --num-processes and --process-id: backend {self.name} runs in one "
+                f"process; `localtrain backends` lists those for several"
+            )
+        return None
 
     def defaults(self) -> Defaults:
         """Arithmetic, kernels and mesh of this place."""

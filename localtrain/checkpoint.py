@@ -19,13 +19,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from localtrain import arrays, commit, storage
+from localtrain import arrays, commit, heartbeat, parts, processes, storage, together
 from localtrain.errors import LocaltrainError, StorageError
 from localtrain.restore import META, CheckpointReader, find_checkpoint, restore_params
 
@@ -58,6 +59,7 @@ class Checkpoints(CheckpointReader):
         self._thread: threading.Thread | None = None
         self._failure: LocaltrainError | None = None
         self._swept = False
+        self._saves = 0  # begun so far
         self._known: list[int] | None = None  # the steps committed so far, once that is known
 
     def save(self, step: int, state: Any, meta: dict[str, Any], block: bool = False) -> float:
@@ -70,7 +72,9 @@ class Checkpoints(CheckpointReader):
         """
         began = time.monotonic()
         self.wait()
-        if not self.shelf.is_remote and self._is_saved(step):  # else the thread looks
+        self._saves += 1
+        local = not self.shelf.is_remote  # else the thread looks
+        if local and processes.agree(processes.lead() and self._is_saved(step)):
             return time.monotonic() - began
         leaves = arrays.to_host(state)
         facts = {**meta, "step": step, "versions": versions(), "arrays": arrays.describe(leaves)}
@@ -92,7 +96,7 @@ class Checkpoints(CheckpointReader):
         """
         facts = {**meta, "step": step, "versions": versions(), "arrays": arrays.describe(leaves)}
         try:
-            self._write(self.token, step, leaves, commit.encode_json(facts))
+            self._write_alone(self.token, step, leaves, commit.encode_json(facts))
         except OSError as error:
             raise storage.storage_error("write", str(self.folder), error) from error
 
@@ -127,44 +131,101 @@ class Checkpoints(CheckpointReader):
         for attempt in (1, 2):
             token = self.token if attempt == 1 else secrets.token_hex(8)  # in case it cannot go
             try:
-                if self.shelf.is_remote and self._is_saved(step):
-                    return
-                self._write(token, step, leaves, meta)
+                heartbeat.note_saving(step)
+                if processes.count() == 1:
+                    if not (self.shelf.is_remote and self._is_saved(step)):
+                        self._write_alone(token, step, leaves, meta)
+                else:
+                    self._write_together(attempt, token, step, leaves, meta)
                 return
-            except _Refused as refused:  # trying again is no use
+            except together.Refused as refused:  # trying again is no use
                 self._failure = refused.reason
                 return
             except Exception as error:  # whatever it was, training must hear of it
                 if attempt == 1:
-                    log.warning("saving step %d failed, trying once more: %s", step, _first(error))
+                    reason = together.first_line(error)
+                    log.warning("saving step %d failed, trying once more: %s", step, reason)
                     time.sleep(_RETRY_AFTER_S)
                     continue
                 self._failure = _storage_error(error, step, self.folder, self._known)
+            finally:
+                heartbeat.note_saving(None)
 
-    def _write(self, token: str, step: int, leaves: dict[str, np.ndarray], meta: bytes) -> None:
+    def _begin(self, token: str, step: int) -> Path:
         self._check_guard()
         if not self._swept:
             self.shelf.sweep()
             self._swept = True
         self._known = self._committed_now()
-        tmp = self.shelf.start(step, token)
+        return self.shelf.start(step, token)
+
+    def _write_alone(
+        self, token: str, step: int, leaves: dict[str, np.ndarray | arrays.Deferred], meta: bytes
+    ) -> None:
+        tmp = self._begin(token, step)
         try:
             self.shelf.check_room(tmp, sum(leaf.nbytes for leaf in leaves.values()))
             arrays.write(tmp, leaves)
             commit.write_durably(tmp / META, meta)
-            facts = {"step": step, "token": self.token}
-            self.shelf.publish(step, tmp, facts, self._check_guard)
+            self._commit(step, tmp, self.shelf.finish(step, tmp))
         except BaseException:
             self.shelf.discard(tmp)
             raise
+
+    def _commit(self, step: int, tmp: Path, files: dict[str, Any]) -> None:
+        facts = {"step": step, "token": self.token}
+        self.shelf.publish(step, tmp, facts, files, self._check_guard)
         self._damaged.discard(step)
         self._prune(step)
+
+    def _write_together(
+        self, attempt: int, token: str, step: int, leaves: dict[str, Any], meta: bytes
+    ) -> None:
+        """Every process writes its parts and records their checksums; then the lead commits.
+
+        What fails in one fails in all, so that all try again or none does.
+        """
+        name, lead = f"save/{self._saves}/{attempt}", processes.lead()
+        tmp: Path | None = None
+
+        def begin() -> str | None:
+            nonlocal tmp
+            if self.shelf.is_remote and self._is_saved(step):
+                return None
+            tmp = self._begin(token, step)
+            return tmp.name
+
+        def write(made: str) -> dict[str, Any]:
+            nonlocal tmp
+            tmp = tmp or self.shelf.join(step, made)
+            self.shelf.check_room(tmp, sum(leaf.nbytes for leaf in leaves.values()))
+            written = parts.write(tmp, leaves, lead)
+            if lead:
+                commit.write_durably(tmp / META, meta)
+                written.append(META)
+            return self.shelf.finish(step, tmp, written)
+
+        try:
+            made = together.in_all(begin, f"{name}/begin")
+            if made is None:
+                return
+            mine = together.outcome(partial(write, made))
+            found = processes.gather(mine, f"{name}/parts")
+            end = f"{name}/end"
+            together.in_all(lambda: self._commit(step, tmp, together.all_files(found)), end)
+        except BaseException:
+            if lead and tmp is not None:
+                self.shelf.discard(tmp)
+            raise
+        finally:
+            if not lead and tmp is not None and self.shelf.is_remote:
+                self.shelf.discard(tmp)
 
     def _check_guard(self) -> None:
         try:
             self.guard()
         except LocaltrainError as error:
-            raise _Refused(error) from error
+            raise together.Refused(error) from error
 
     def _is_saved(self, step: int) -> bool:
         return step in self.steps() and step not in self._damaged
@@ -188,14 +249,6 @@ class Checkpoints(CheckpointReader):
             return self._known
 
 
-class _Refused(Exception):
-    """The guard forbids to write: `reason`."""
-
-    def __init__(self, reason: LocaltrainError):
-        super().__init__(str(reason))
-        self.reason = reason
-
-
 def versions() -> dict[str, str]:
     """Versions of what wrote a checkpoint, for the reader's eyes only."""
     import importlib.metadata as packages
@@ -210,19 +263,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _first(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
 def _storage_error(
     error: BaseException, step: int, folder: Path | str, committed: list[int] | None
 ) -> StorageError:
     text = str(error)
     full = getattr(error, "errno", None) in (errno.ENOSPC, getattr(errno, "EDQUOT", -1))
     full = full or "No space left on device" in text or "quota exceeded" in text.lower()
-    what = "the disk is full" if full else f"{type(error).__name__}: {_first(error)}"
+    what = "the disk is full" if full else f"{type(error).__name__}: {together.first_line(error)}"
     if isinstance(error, LocaltrainError):
-        what = _first(error).rstrip(".")
+        what = together.first_line(error).rstrip(".")
     left = f"the checkpoints of steps {committed} are intact" if committed else "none was saved yet"
     todo = "Free some space or lower checkpoint.keep" if full else "Repair the storage"
     return StorageError(

@@ -68,16 +68,27 @@ def checksum(path: str | os.PathLike, sync: bool = False) -> tuple[int, int]:
     return size, crc
 
 
-def write_commit(folder: str | os.PathLike, facts: dict[str, Any]) -> dict[str, Any]:
-    """Record every file under `folder` in its commit.json, everything pushed to the disk."""
+def checksums(folder: str | os.PathLike, names: list[str] | None = None) -> dict[str, Any]:
+    """Size and crc32c of files under `folder` (None: of all), everything pushed to the disk."""
     folder = Path(folder)
+    if names is None:
+        found = [Path(parent, name) for parent, _, there in os.walk(folder) for name in there]
+        names = [path.relative_to(folder).as_posix() for path in found]
     files = {}
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = Path(parent, name)
-            size, crc = checksum(path, sync=True)
-            files[path.relative_to(folder).as_posix()] = {"size": size, "crc32c": crc}
+    for name in names:
+        size, crc = checksum(folder / name, sync=True)
+        files[name] = {"size": size, "crc32c": crc}
+    for parent in {(folder / name).parent for name in names} | {folder}:
         sync_folder(parent)
+    return files
+
+
+def write_commit(
+    folder: str | os.PathLike, facts: dict[str, Any], files: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Record files (None: every one under `folder`) in its commit.json, pushed to the disk."""
+    folder = Path(folder)
+    files = checksums(folder) if files is None else files
     record = {**facts, "format": FORMAT, "files": files}
     record["checksum"] = _own_checksum(record)
     write_durably(folder / COMMIT, encode_json(record))

@@ -93,7 +93,8 @@ class Job:
         place = self.programs.state["step"].sharding
         if processes.count() == 1:
             return jax.device_put(value, place)
-        return jax.make_array_from_callback((), place, lambda _: np.asarray(value))
+        with jax.transfer_guard_host_to_device("allow"):
+            return jax.make_array_from_callback((), place, lambda _: np.asarray(value))
 
 
 def make_network(run: RunConfig, hf: dict[str, Any], where: str, backend: Backend) -> Network:

@@ -110,15 +110,34 @@ class RemoteShelf(Shelf):
         self._writing[tmp] = stage
         return tmp
 
+    def join(self, step: int, name: str) -> Path:
+        stage = Stage()
+        tmp = stage.path / name
+        tmp.mkdir()
+        self._writing[tmp] = stage
+        return tmp
+
+    def finish(self, step: int, tmp: Path, names: list[str] | None = None) -> dict[str, Any]:
+        """The same, and they are uploaded."""
+        top, here = self.where(step), tmp.parent
+        files = {
+            f"{tmp.name}/{name}": entry for name, entry in super().finish(step, tmp, names).items()
+        }
+        storage.upload_all({str(here / name): storage.join(top, name) for name in files})
+        return files
+
     def publish(
-        self, step: int, tmp: Path, facts: dict[str, Any], guard: Callable[[], None]
+        self,
+        step: int,
+        tmp: Path,
+        facts: dict[str, Any],
+        files: dict[str, Any],
+        guard: Callable[[], None],
     ) -> None:
         top, here = self.where(step), tmp.parent
-        record = commit.write_commit(here, {**facts, "folder": tmp.name})
-        names = record["files"]
-        storage.upload_all({str(here / name): storage.join(top, name) for name in names})
+        commit.write_commit(here, {**facts, "folder": tmp.name}, files)
         there = storage.find_below(storage.join(top, tmp.name))
-        for name, entry in names.items():
+        for name, entry in files.items():
             size = there.get(name.split("/", 1)[1])
             if size != entry["size"]:
                 raise StorageError(

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from localtrain import arrays, commit, storage
+from localtrain import arrays, commit, processes, storage
 from localtrain.errors import DataError
 from localtrain.shelf import open_shelf
 
@@ -104,7 +104,7 @@ class CheckpointReader:
         step, it is a DataError. Other arrays than the template's are a DataError that names
         them, but `partial` reads a part of the checkpoint and `cast` converts dtypes.
         """
-        found, meta = self.read_meta(step, strict)
+        found, meta = self._choose(step, strict)
         where = self.shelf.where(found)
         arrays.compare(meta["arrays"], template, where, partial=partial, cast=cast)
         try:
@@ -116,6 +116,17 @@ class CheckpointReader:
         finally:
             self._local.pop(found, None)
             self.shelf.release(found)
+
+    def _choose(self, step: int | None, strict: bool) -> tuple[int, dict]:
+        """`read_meta`, by the lead of a run of several processes; the others read what it chose."""
+        chosen: list[tuple[int, dict]] = []
+
+        def choose() -> int:
+            chosen.append(self.read_meta(step, strict))
+            return chosen[0][0]
+
+        found = processes.by_lead(choose)
+        return chosen[0] if chosen else self.read_meta(found)
 
     def local(self, step: int) -> Path:
         """The local folder with the files of a step, verified: a copy, if they are behind a URL,

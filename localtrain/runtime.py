@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from localtrain import storage
+from localtrain import heartbeat, processes, storage
 from localtrain.config.secret import mask
 from localtrain.errors import Stopped
 
@@ -79,6 +79,15 @@ class StopSignal:
     def requested(self) -> bool:
         """A signal has arrived: save if there is something new, and end with exit code 75."""
         return self.event.is_set()
+
+    def agreed(self, now: bool = False) -> bool:
+        """Whether to stop here, the same answer in all processes of the run: see
+        `processes.any_of`. With one process: `requested`."""
+        found = processes.any_of(self.requested, "stop", now)
+        if found and not self.requested:
+            self.reason = "a signal to another process"
+            self.event.set()
+        return found
 
     def nothing_to_save(self, flag: bool) -> None:
         """Say whether leaving at once would lose nothing (True during the first compile)."""
@@ -153,6 +162,7 @@ class StopSignal:
             if sys.__stderr__ is not None and sys.__stderr__.isatty():
                 sys.__stderr__.write("\x1b[?25h")  # a live line hides the cursor
             log.warning("%s Start the same command again to go on.", message)
+            heartbeat.tell(EXIT_STOPPED, message)
             logging.shutdown()
 
         self._aside(last_words).join(2.0)
@@ -207,9 +217,13 @@ def setup_logging(run_dir: str | os.PathLike | None = None, level: int = logging
     logger.setLevel(level)
     taken = any(type(handler) is logging.StreamHandler for handler in logging.getLogger().handlers)
     if not taken:  # else the application shows our records already
-        _handlers.append(_StderrHandler())
+        handler = _StderrHandler()
+        if not processes.lead():  # all say the same: one is enough, but for what is wrong
+            handler.setLevel(logging.WARNING)
+            handler.setFormatter(logging.Formatter(f"process {processes.index()}: %(message)s"))
+        _handlers.append(handler)
         logger.propagate = False  # or a root handler that a library adds later shows all twice
-    if run_dir is not None:
+    if run_dir is not None and processes.lead():
         path = str(Path(run_dir) / "log.txt")
         try:
             file = _FileHandler(path, encoding="utf-8")
@@ -267,13 +281,6 @@ def _without_closed_loops(unraisable: Any) -> None:
         _hooks[-1](unraisable)
 
 
-def is_lead() -> bool:
-    """The process that writes logs, metrics and the run's files (process 0)."""
-    import jax
-
-    return jax.process_index() == 0
-
-
 def host_facts() -> dict[str, Any]:
     """What this run runs on, for the log and the metrics (starts jax's backend)."""
     import jax
@@ -301,8 +308,9 @@ def describe_host(facts: dict[str, Any] | None = None) -> str:
     """The same in one line."""
     facts = host_facts() if facts is None else facts
     memory = f" of {facts['device_memory'] / 2**30:.1f} GiB" if facts["device_memory"] else ""
+    several = f", {facts['processes']} processes" if facts["processes"] > 1 else ""
     return (
         f"localtrain {facts['localtrain']}, jax {facts['jax']}, Python {facts['python']}, "
         f"{facts['system']}, {facts['cpus']} CPUs; {facts['devices']} x {facts['device']}{memory} "
-        f"({facts['platform']})"
+        f"({facts['platform']}{several})"
     )

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from localtrain import processes
 from localtrain.config.secret import mask
 from localtrain.data.loader import Corpus
 from localtrain.data.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 TEMPERATURE = 0.8
 HELD_OUT, PREFIX = 2, 24  # without eval.prompt: this many documents, this many tokens of each
+SMALL = 2 << 30  # bytes; parameters of several processes are gathered up to here
 SEARCHED = 2**17  # places of the held-out rows in which they are looked for
 
 
@@ -52,14 +54,22 @@ class Sampler:
         self.job, self.tokenizer, self.metrics, self.stop = job, tokenizer, metrics, stop
         self.prompts = make_prompts(job.run.eval.prompt, tokenizer, corpus)
         self._done = {row["step"] for row in sample_rows(read_metrics(metrics.path.parent))}
-        if jax.process_count() > 1 and job.run.eval.sample_length:
-            log.info("no sample texts are written in a run of several processes")
+        params = job.programs.state["params"]
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+        if processes.count() > 1 and size > SMALL and job.run.eval.sample_length:
+            log.info("no sample texts: the model is spread over several processes and is large")
             self.prompts = []
 
     def write(self, params: Any, step: int) -> None:
         """The samples of this step, unless they were written before or a stop comes between."""
-        if step in self._done or not self.prompts or not self.job.run.eval.sample_length:
+        if not self.prompts or not self.job.run.eval.sample_length:
             return
+        if processes.agree(step in self._done):
+            return
+        if processes.count() > 1:
+            params = processes.whole(params)
+            if not processes.lead():
+                return
         began = time.monotonic()
         try:
             texts = self._continue(params)

@@ -91,9 +91,22 @@ class Shelf:
             full = f"No space left on device: {need} bytes for {free} free"
             raise OSError(errno.ENOSPC, full)
 
-    def publish(self, step: int, tmp: Path, facts: dict[str, Any], guard: Any) -> None:
-        """Commit what was written: checksums, then the final name."""
-        commit.write_commit(tmp, facts)
+    def join(self, step: int, name: str) -> Path:
+        """The folder that the lead of several processes has made by `start`."""
+        tmp = self.folder / name
+        if not tmp.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the folder that process 0 made is not here", tmp)
+        return tmp
+
+    def finish(self, step: int, tmp: Path, names: list[str] | None = None) -> dict[str, Any]:
+        """Checksums of the files that this process has written (None: of all)."""
+        return commit.checksums(tmp, names)
+
+    def publish(
+        self, step: int, tmp: Path, facts: dict[str, Any], files: dict[str, Any], guard: Any
+    ) -> None:
+        """Commit what `finish` gave, of all processes: the record, then the final name."""
+        commit.write_commit(tmp, facts, files)
         guard()
         final = self.folder / str(step)
         if os.path.lexists(final):  # damaged or foreign: keep it for its owner, out of the way

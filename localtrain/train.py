@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from localtrain import goodput, runtime, storage
+from localtrain import goodput, heartbeat, processes, runtime, storage
 from localtrain.backend import choose
 from localtrain.checkpoint import Checkpoints
 from localtrain.config import RunConfig, load_run
@@ -28,7 +29,7 @@ from localtrain.job import Job, compile_job, describe, make_network, run_mesh
 from localtrain.metrics import MetricsWriter, read_metrics
 from localtrain.oom import memory_advice
 from localtrain.progress import Progress, show_stages
-from localtrain.rundir import RunDirectory
+from localtrain.rundir import RunDirectory, open_together
 from localtrain.runtime import StopSignal
 from localtrain.samples import Sampler, code_block, sample_rows
 from localtrain.source import Source
@@ -63,13 +64,16 @@ def train(
     override: bool = False,
     dry_run: bool = False,
     began: float | None = None,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
 ) -> Result:
     """Train a run to its last step, resuming what is in its directory.
 
     run: a RunConfig, or the name, path or URL of a run file. backend: where (None: the best usable
     one). out: run directory (None: runs/<name>). began: time.time() at the start of the program,
-    for the account of the time. Raises the errors of `localtrain.errors`; Stopped (75) when a
-    signal ended it after saving.
+    for the account of the time. The last three: see launcher.py. Raises the errors of
+    `localtrain.errors`; Stopped (75) when a signal ended it after saving.
     """
     called = time.time()
     began = called if began is None else began
@@ -86,19 +90,28 @@ def train(
     start = find_start(run, out, override)
     network, tokenizer = make_network(run, start.hf, start.name, place), start.tokenizer
     if not dry_run:
-        place.initialize()
-    run_mesh(run, network=network)  # before hours of tokenizing
+        notes += filter(None, [place.initialize(coordinator, num_processes, process_id)])
+    with processes.shared():
+        run_mesh(run, network=network)  # before hours of tokenizing
     if dry_run:
         return Result(out or f"runs/{run.name}", facts=describe(run, network))
     runtime.setup_logging()  # waiting for a lease, or for a store that fails, is told
-    with StopSignal.install() as stop, RunDirectory.open(out, run, override) as home:
+    with (
+        processes.shared(last=True),
+        StopSignal.install() as stop,
+        open_together(out, run, override) as home,
+    ):
         stop.nothing_to_save(True)
         runtime.setup_logging(home.path)
-        left = home.finished and not _ended(home, run.train.steps)
+        left = processes.agree(home.finished and not _ended(home, run.train.steps))
         told = ["only the last evaluation and the sample are left"] if left else home.notes
         for line in (why, *notes, *told, *start.notes):
             log.info("%s", line)
-        if home.finished and not left and _intact(home) >= run.train.steps:
+        if (
+            home.finished
+            and not left
+            and processes.by_lead(partial(_intact, home)) >= (run.train.steps)
+        ):
             return _result(home)
         facts = runtime.host_facts() | {"began": began, "import_s": called - began}
         facts["init_s"] = time.time() - called
@@ -107,11 +120,14 @@ def train(
         start.keep(str(home.path))
         cache = run.data.cache or storage.join(home.name, "data")
         clock = time.monotonic()
-        corpus = prepare(run, tokenizer, cache, progress=show_stages(), stop=stop.event)
+        heartbeat.note("preparing the data")
+        build = partial(prepare, run, tokenizer, cache, show_stages(), stop.event)
+        corpus = processes.lead_first(build)
         facts["data_s"] = time.monotonic() - clock
         for line in corpus.report():
             log.info("%s", line)
         log.info("compiling %s", describe(run, network)["summary"])
+        heartbeat.note("compiling")
         job = compile_job(run, network, place)
         cached = f" ({job.from_cache} of 3 programs from the cache)" if job.from_cache else ""
         log.info("compiled in %.1f s%s", job.compile_s, cached)
@@ -138,9 +154,15 @@ def _train(
     facts["restore_s"] = time.monotonic() - clock
     with (
         MetricsWriter(home.path, first) as metrics,
-        Progress(run.train.steps) as progress,
+        Progress(run.train.steps, None if processes.lead() else False) as progress,
         Prefetcher(
-            corpus.train, run.train.batch_size, first, run.data.prefetch, stop.event, job.place
+            corpus.train,
+            run.train.batch_size,
+            first,
+            run.data.prefetch,
+            stop.event if processes.count() == 1 else None,  # else all stop at the same step
+            job.place,
+            job.rows,
         ) as feed,
     ):
         sizes = {"parameters": job.network.spec.parameters(), "compile_s": job.compile_s}
@@ -153,11 +175,13 @@ def _train(
         finally:
             checkpoints.close()
         result = _result(home)
-        if stop.requested:
+        if stop.agreed(now=True):
             metrics.event("stop", int(state["step"]), reason=str(stop.reason))
-            raise Stopped(
-                f"stopped by {stop.reason} at step {int(state['step'])} of {run.train.steps}; "
-                f"the checkpoint is saved. Start the same command again to go on."
+            raise processes.in_all(
+                Stopped(
+                    f"stopped by {stop.reason} at step {int(state['step'])} of {run.train.steps}; "
+                    f"the checkpoint is saved. Start the same command again to go on."
+                )
             )
         metrics.event("end", run.train.steps)
         if line := goodput.describe(goodput.goodput(read_metrics(home.path))):
@@ -169,7 +193,7 @@ def _start(
     job: Job, corpus: Corpus, checkpoints: Checkpoints, source: Source | None, override: bool
 ) -> tuple[Tree, int]:
     """(state, trained tokens so far): the newest good checkpoint, or step 0."""
-    if checkpoints.latest() is None:
+    if processes.by_lead(checkpoints.latest) is None:
         return job.fresh_state(source), 0
     state, meta = checkpoints.restore(None, job.programs.state)
     if changed := explain_difference(meta["data"], corpus.fingerprint):
@@ -216,15 +240,18 @@ def _loop(
     def evaluate_if_due(state: Tree, step: int) -> None:
         every = run.eval.every
         due = step == run.train.steps or (every and step % every == 0)
-        if due and corpus.eval.rows and not desk.has_eval(step):
+        if due and corpus.eval.rows and not processes.agree(desk.has_eval(step)):
+            heartbeat.note(f"the evaluation after step {step}")
             desk.eval_row(step, lambda: evaluate(job, state["params"], corpus, stop))
         if due:
             sampler.write(state["params"], step)
 
     if step:
         evaluate_if_due(state, step)  # a stop may have come between the step and its evaluation
+    stopping = stop.agreed()
     try:
-        while step < run.train.steps and not stop.requested:
+        while step < run.train.steps and not stopping:
+            heartbeat.note(f"step {step + 1}")
             try:
                 batch, wait = feed.next(step)
             except Stopped:  # the signal came while waiting for data
@@ -242,10 +269,12 @@ def _loop(
             last = step == run.train.steps
             minutes = run.checkpoint.every_minutes
             save_due = last or step % run.checkpoint.every == 0
-            if minutes and time.monotonic() - saved_at > 60 * minutes:
-                save_due = True
+            if minutes and saved < step - 1:
+                late = time.monotonic() - saved_at > 60 * minutes
+                save_due |= processes.any_of(late, "save")
             eval_due = last or (run.eval.every and step % run.eval.every == 0)
-            if save_due or eval_due or stop.requested:
+            stopping = stop.agreed()
+            if save_due or eval_due or stopping:
                 desk.read()
                 evaluate_if_due(state, step)
                 if save_due:
@@ -256,7 +285,7 @@ def _loop(
     except NonFiniteError as error:
         # The bad update was not applied and nothing after it was: this is the last good state.
         good = int(state["step"])
-        desk.metrics.event("non_finite", good, reason=str(error))
+        desk.metrics.event("non_finite", good, reason=str(processes.in_all(error)))
         if good > saved:
             save(state, good, block=True)
         raise
@@ -273,8 +302,8 @@ def evaluate(job: Job, params: Tree, corpus: Corpus, stop: StopSignal) -> tuple[
     """(mean loss, trained tokens) over held-out rows, each once; None when a stop came between."""
     run = job.run
     totals = []
-    for batch in corpus.eval.eval_batches(run.train.batch_size, run.eval.batches):
-        if stop.requested:
+    for batch in corpus.eval.eval_batches(run.train.batch_size, run.eval.batches, job.rows):
+        if stop.agreed():
             return None
         totals.append(job.evaluate(params, job.place(batch)))
     nll, tokens = np.sum(np.asarray(jax.device_get(totals), np.float64), axis=0)

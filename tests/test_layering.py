@@ -13,13 +13,16 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "localtrain"
 
 # What each part of the core may import, beside `errors` and itself. A part is a file or a folder.
-BASE = {"config", "storage", "backend"}
+BASE = {"config", "storage", "backend", "processes", "launcher", "heartbeat"}
 BELOW = BASE | {"sharding", "runtime"}
 ALLOWED = {
     "errors": set(),
     "config": {"storage", "configs"},
     "storage": set(),
     "backend": {"config"},
+    "heartbeat": set(),
+    "launcher": set(),
+    "processes": {"heartbeat", "launcher"},
     "sharding": BASE,
     "runtime": BASE,
     "oom": BELOW,
@@ -37,14 +40,16 @@ ALLOWED = {
     "progress": BASE,
     "report": BASE | {"goodput", "lock", "metrics", "models", "progress"},
     "steps": BELOW | {"nn", "losses", "optim"},
-    "arrays": BELOW,
+    "parts": BELOW,
+    "together": BELOW,
+    "arrays": BELOW | {"parts"},
     "commit": BELOW,
     "lock": BASE,
     "stage": BASE | {"lock"},
     "shelf": BELOW | {"commit", "remote_shelf"},
     "remote_shelf": BELOW | {"commit", "shelf", "stage"},
     "restore": BELOW | {"arrays", "commit", "shelf"},
-    "checkpoint": BELOW | {"arrays", "commit", "restore"},
+    "checkpoint": BELOW | {"arrays", "commit", "parts", "restore", "together"},
     "lease": BASE | {"lock"},
     "mirror": BASE,
     "rundiff": set(),
@@ -81,7 +86,7 @@ WITHOUT_JAX = (
     "report",
     "doctor",
 )
-LIGHT = ("errors", "config", "storage", "backend", "hlo")
+LIGHT = ("errors", "config", "storage", "backend", "hlo", "launcher")
 
 
 def parts() -> dict[str, list[Path]]:
@@ -139,9 +144,10 @@ def test_imports_point_one_way(part):
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
-def test_backends_use_only_backend_config_and_storage():
+def test_backends_use_only_backend_config_storage_and_processes():
+    allowed = {"backend", "backends", "config", "storage", "processes", "launcher"}
     for path in (ROOT / "backends").glob("*.py"):
-        assert internal(path) <= {"backend", "backends", "config", "storage"}, path
+        assert internal(path) <= allowed, path
 
 
 @pytest.mark.parametrize("part", WITHOUT_JAX)

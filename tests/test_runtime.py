@@ -257,7 +257,7 @@ def test_a_full_disk_does_not_turn_log_lines_into_tracebacks(tmp_path, logger, c
 
 def test_starting_jax_and_orbax_prints_nothing():
     code = START + "import jax, orbax.checkpoint\nfrom localtrain import runtime\n"
-    code += "setup_logging()\nprint(runtime.describe_host())\nprint(runtime.is_lead())"
+    code += "setup_logging()\nprint(runtime.describe_host())\nprint(runtime.processes.lead())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     line, lead = done.stdout.splitlines()

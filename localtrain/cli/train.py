@@ -26,6 +26,13 @@ def _options(command: Callable) -> Callable:
         click.option("--dry-run", is_flag=True, help="Print the resolved run and its size only."),
         json_option,
         click.option("--out", metavar="URL", help="Run directory; default: runs/<name>."),
+        click.option("--process-id", type=int, metavar="I", help="Which one this is, from 0 on."),
+        click.option("--num-processes", type=int, metavar="N", help="How many processes it has."),
+        click.option(
+            "--coordinator",
+            metavar="HOST:PORT",
+            help="A run of several processes: where they meet. srun and mpirun need none of these.",
+        ),
         backend_options,
         click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1),
         click.argument("run", metavar="RUN"),
@@ -44,13 +51,16 @@ def _start(
     override: bool,
     as_json: bool,
     task: str | None = None,
+    **group: Any,
 ) -> None:
-    from localtrain import storage
+    from localtrain import processes, storage
     from localtrain.backend import choose
     from localtrain.config import load_run
+    from localtrain.launcher import find_place
 
     loaded = load_run(run, overrides)
     _check_task(loaded.task, task)
+    find_place(**group)
     choose(backend)  # a backend that cannot be used is refused before jax is loaded
     storage.reach(out or "")  # and so is a URL without its package or credentials
 
@@ -65,7 +75,10 @@ def _start(
         override=override,
         dry_run=dry_run,
         began=process_start(),
+        **group,
     )
+    if not processes.lead():
+        return
     if as_json:
         print_json(_document(loaded, result, dry_run))
     else:

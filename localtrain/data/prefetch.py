@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from localtrain.data.view import View
 from localtrain.errors import Stopped
 
@@ -18,8 +20,9 @@ class Prefetcher:
     """`next(t)` gives batch t and the seconds it was waited for.
 
     The thread makes batches start_step, start_step + 1, ... and is at most `depth` ahead; an error
-    in it is raised in `next`. `place` (for example a device put) runs in the thread. With depth 0
-    there is no thread. Nothing here waits for ever: both sides poll the stop event.
+    in it is raised in `next`. `place` (for example a device put) runs in the thread. `rows`: those
+    of each batch that this process needs (None: all). With depth 0 there is no thread. Nothing here
+    waits for ever: both sides poll the stop event.
     """
 
     def __init__(
@@ -30,10 +33,9 @@ class Prefetcher:
         depth: int = 2,
         stop_event: threading.Event | None = None,
         place: Callable[[dict], Any] | None = None,
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: np.ndarray | None = None,
     ):
-        self._make = lambda t: view.batch(t, batch_size, process_index, process_count)
+        self._make = lambda t: view.batch(t, batch_size, rows)
         self._place = place or (lambda batch: batch)
         self._stop = stop_event or threading.Event()
         self._closed = threading.Event()

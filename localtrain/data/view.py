@@ -88,39 +88,29 @@ class View:
             rows[here] = self._first_row[i] + order(number[here])
         return rows
 
-    def batch(
-        self, t: int, batch_size: int, process_index: int = 0, process_count: int = 1
-    ) -> Batch:
-        """Batch t (from 0 on), or the rows of one process of it.
+    def batch(self, t: int, batch_size: int, rows: np.ndarray | None = None) -> Batch:
+        """Batch t (from 0 on), or some rows of it: those that a process needs.
 
         tokens, labels, positions, segments int32 [B, T], weights float32 [B, T].
         """
         if not self.rows:
             raise DataError("there are no rows to make a batch of.")
-        if batch_size % process_count:
-            raise DataError(
-                f"train.batch_size {batch_size} does not divide among {process_count} processes."
-            )
-        share = batch_size // process_count
-        first = t * batch_size + process_index * share
-        return self.assemble(self.row_numbers(np.arange(first, first + share)))
+        rows = np.arange(batch_size) if rows is None else rows
+        return self.assemble(self.row_numbers(t * batch_size + rows))
 
     def eval_batches(
         self,
         batch_size: int,
         limit: int | None = None,
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: np.ndarray | None = None,
     ) -> Iterator[Batch]:
         """Every row once, in index order, or the first `limit` batches; the last short batch is
-        filled with rows of weight 0."""
-        share = batch_size // process_count
+        filled with rows of weight 0. `rows`: as in `batch`."""
+        wanted = np.arange(batch_size) if rows is None else rows
         for count, first in enumerate(range(0, self.rows, batch_size)):
             if limit is not None and count >= limit:
                 return
-            begin = first + process_index * share
-            rows = np.arange(begin, begin + share)
-            yield self.assemble(np.where(rows < self.rows, rows, -1))
+            yield self.assemble(np.where(first + wanted < self.rows, first + wanted, -1))
 
     def assemble(self, rows: np.ndarray) -> Batch:
         """The given rows as a batch; row -1 is an empty one."""

@@ -16,12 +16,12 @@ class Slow:
     def __init__(self, delay=0.0, fail_at=None):
         self.delay, self.fail_at, self.made = delay, fail_at, []
 
-    def batch(self, t, batch_size, process_index=0, process_count=1):
+    def batch(self, t, batch_size, rows=None):
         time.sleep(self.delay)
         if t == self.fail_at:
             raise DataError(f"batch {t} is damaged")
         self.made.append(t)
-        return {"t": t, "size": batch_size, "part": (process_index, process_count)}
+        return {"t": t, "size": batch_size, "rows": rows}
 
 
 def threads():
@@ -30,10 +30,10 @@ def threads():
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_batches_come_in_order_from_any_start(depth):
-    with Prefetcher(Slow(), 4, 7, depth, process_index=1, process_count=2) as feed:
+    with Prefetcher(Slow(), 4, 7, depth, rows=(2, 3)) as feed:
         for t in range(7, 30):
             batch, waited = feed.next(t)
-            assert batch == {"t": t, "size": 4, "part": (1, 2)} and waited >= 0
+            assert batch == {"t": t, "size": 4, "rows": (2, 3)} and waited >= 0
     assert not threads()
 
 

@@ -1,0 +1,358 @@
+"""The processes of one run: who they are, how they find each other, what they agree on.
+
+A run of several processes is started once per process, on one host or many: by a launcher (SLURM's
+srun, Open MPI's mpirun) whose environment says how many there are, or by hand with a coordinator's
+address. `join` connects them through jax.distributed. After that jax.devices() are those of all.
+Process 0 leads: it alone decides and writes, the others `agree`. Everything here is on the host,
+through the store of keys and values that jax's coordinator keeps, so it may be called from any
+thread and never mixes with what the devices exchange. heartbeat.py watches that all are alive.
+
+With one process every function here is there and does the obvious thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+from localtrain import errors, heartbeat
+from localtrain.errors import ConfigError, LocaltrainError, PeerError
+from localtrain.launcher import Place, find_place, split_address
+
+log = logging.getLogger(__name__)
+
+JOIN_S = 180.0  # how long a process waits for all the others to be there
+HEARTBEAT_S = 100  # jax's own, which ends a process by abort(); heartbeat.py is faster and says why
+_TELL_S = 10.0  # a line says what is waited for
+_FOREVER_MS = 24 * 3600 * 1000  # who waits for a dead process is ended by the heartbeat
+
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
+_place: Place | None = None
+_ballots: dict[str, _Ballot] = {}
+_turn = 0  # of `agree` without a name
+
+
+def count() -> int:
+    """How many processes the run has."""
+    return 1 if _place is None else _place.count
+
+
+def index() -> int:
+    """The number of this process, from 0 on."""
+    return 0 if _place is None else _place.index
+
+
+def lead() -> bool:
+    """Whether this is the process that decides and writes (process 0)."""
+    return index() == 0
+
+
+def join(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    auto: bool = False,
+    local_devices: list[int] | None = None,
+) -> str | None:
+    """Connect with the other processes of the run; a line for the log, None when alone.
+
+    auto: leave it to jax to find the others (TPU slices). local_devices: the numbers of the devices
+    that this process takes, of those it sees. Must come before jax opens its devices. Raises
+    ConfigError, and PeerError when not all are there within JOIN_S seconds.
+    """
+    global _place
+    place = None if auto else find_place(coordinator, num_processes, process_id)
+    if place is None and not auto:
+        return None
+    import jax
+
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM over
+    jax.config.update("jax_check_proxy_envs", False)  # `_check_way` sees to it
+    with _over_jax():
+        if place is None:
+            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_S)
+            from jax._src.distributed import global_state as found
+
+            place = Place(
+                found.coordinator_address, found.num_processes, found.process_id, "the platform"
+            )
+        else:
+            _check_way(place)
+            _connect(place, local_devices)
+    _place = place
+    if place.count > 1:
+        host, _ = split_address(place.coordinator)
+        heartbeat.start(host, place.index, place.count, _publish)
+    return f"{place.count} processes (by {place.source}), coordinator {place.coordinator}"
+
+
+def _connect(place: Place, local_devices: list[int] | None) -> None:
+    import jax
+
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.count,
+            place.index,
+            local_device_ids=local_devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(JOIN_S),
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+        )
+    except RuntimeError as error:  # jaxlib's errors of the coordinator are these
+        if "must be called before" in str(error):
+            raise ConfigError(
+                f"{place.source}: jax is already up in this process; start the processes of a run "
+                f"before any other use of jax."
+            ) from error
+        raise PeerError(
+            f"process {place.index} of {place.count}: not all processes were at "
+            f"{place.coordinator} within {JOIN_S:g} s ({' '.join(str(error).split())[:200]}). "
+            f"Start every process from 0 to {place.count - 1} once, with the same --coordinator "
+            f"and --num-processes."
+        ) from error
+
+
+@contextlib.contextmanager
+def _over_jax() -> Iterator[None]:
+    """While jax connects: settings of its coordinator's client that it does not offer.
+
+    At exit it would wait for minutes for processes that are gone. And where it notices that the
+    coordinator is gone it calls abort() at once, from a thread that holds no lock of Python's; as
+    the handler of that signal, libc's sleep() holds this up for 6 s (the signal's number), so that
+    our thread can say what happened and end the process with its exit code.
+    """
+    from jax._src import distributed
+
+    distributed._jax, jaxlib = _WithoutWait(distributed._jax), distributed._jax
+    try:
+        yield
+    finally:
+        distributed._jax = jaxlib
+    if os.name == "posix":
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
+class _WithoutWait:
+    """jaxlib, with one default changed."""
+
+    def __init__(self, jaxlib: Any):
+        self._jaxlib = jaxlib
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._jaxlib, name)
+        if name == "get_distributed_runtime_client":
+            return partial(found, shutdown_on_destruction=False)
+        return found
+
+
+def _check_way(place: Place) -> None:
+    """Fail early where jax would hang or abort: a taken port, a coordinator that does not answer.
+
+    gRPC would also try a proxy of the environment, which does not know hosts of a cluster.
+    """
+    host, port = split_address(place.coordinator)
+    name = "no_grpc_proxy"  # gRPC reads it in lower case only
+    direct = [os.environ.get(name) or os.environ.get("no_proxy", ""), host]
+    os.environ[name] = ",".join(filter(None, direct))
+    if place.index == 0:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                used = error.errno == errno.EADDRINUSE
+                raise ConfigError(
+                    f"port {port} of the coordinator {place.coordinator} cannot be opened on this "
+                    f"host: {'another program uses it' if used else error}. Choose another one "
+                    f"with --coordinator HOST:PORT, the same for all processes."
+                ) from error
+        return
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            waited, reason = time.monotonic() - began, error
+        if waited > JOIN_S:
+            raise PeerError(
+                f"process {place.index} of {place.count}: the coordinator {place.coordinator} did "
+                f"not answer within {JOIN_S:g} s ({reason}). Is process 0 running on that host, "
+                f"and can this host reach that port? --coordinator names it."
+            )
+        if waited > _TELL_S and not told:
+            told = True
+            log.warning("waiting for the coordinator %s: %s", place.coordinator, reason)
+        time.sleep(0.2)
+
+
+def _client() -> Any:
+    from jax._src.distributed import global_state  # jax has no public way to its store
+
+    return global_state.client
+
+
+def _publish(key: str, value: str | None) -> str:
+    """Set a key once, or wait for it."""
+    if value is not None:
+        _client().key_value_set(f"localtrain/{key}", value)
+        return value
+    return _client().blocking_key_value_get(f"localtrain/{key}", _FOREVER_MS)
+
+
+def agree(value: Any = None, name: str | None = None) -> Any:
+    """The lead's JSON value, in every process. All call it, in the same order (or by `name`)."""
+    global _turn
+    if count() == 1:
+        return value
+    if name is None:
+        _turn += 1
+        name = f"agree/{_turn}"
+    return json.loads(_publish(name, json.dumps(value) if lead() else None))
+
+
+def by_lead(action: Callable[[], Any]) -> Any:
+    """The JSON value of `action`, which only the lead calls; what it raises is raised in all."""
+    if count() == 1:
+        return action()
+    try:
+        outcome, error = {"value": action() if lead() else None}, None
+    except LocaltrainError as raised:
+        outcome, error = {"error": type(raised).__name__, "message": str(raised)}, raised
+    outcome = agree(outcome)
+    if error is not None:
+        raise in_all(error)
+    if "error" in outcome:
+        kind = getattr(errors, outcome["error"], LocaltrainError)
+        raise in_all(kind(outcome["message"]))
+    return outcome["value"]
+
+
+def lead_first(action: Callable[[], T]) -> T:
+    """What `action` gives in each process; the lead calls it before the others, which then find
+    what it has made. What it raises in the lead is raised in all."""
+    made: list[T] = []
+    by_lead(lambda: made.append(action()))
+    return made[0] if made else action()
+
+
+def gather(value: Any, name: str) -> list[Any]:
+    """The JSON values of all processes in the lead, by their numbers; [] in the others."""
+    if count() == 1:
+        return [value]
+    if not lead():
+        _publish(f"{name}/{index()}", json.dumps(value))
+        return []
+    others = [json.loads(_publish(f"{name}/{i}", None)) for i in range(1, count())]
+    _client().key_value_delete(f"localtrain/{name}/")
+    return [value, *others]
+
+
+def barrier(name: str) -> None:
+    """Return when every process is here. `name` may be used once."""
+    if count() > 1:
+        _client().wait_at_barrier(f"localtrain/{name}", _FOREVER_MS)
+
+
+def any_of(flag: bool, name: str, now: bool = False) -> bool:
+    """Whether `flag` was True in any process, the same answer in all: of the call before, which
+    costs no waiting, or with `now` of this one.
+
+    All call it at the same place of their program. It is one more exchange between the devices,
+    so it cannot be answered differently for one and the same step.
+    """
+    if count() == 1:
+        return flag
+    if name not in _ballots:
+        _ballots[name] = _Ballot()
+    return _ballots[name].cast(flag, now)
+
+
+class _Ballot:
+    """A program that says whether any device has a 1."""
+
+    def __init__(self) -> None:
+        import jax
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+        mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
+        self._split = NamedSharding(mesh, PartitionSpec("all"))
+        self._sum = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._cast: list[Any] = []  # outcomes that were not looked at
+
+    def cast(self, flag: bool, now: bool) -> bool:
+        import jax
+        import numpy as np
+
+        vote, shape = np.full(1, flag, np.int32), (jax.device_count(),)
+        with jax.transfer_guard_host_to_device("allow"):
+            votes = jax.make_array_from_callback(shape, self._split, lambda _: vote)
+        self._cast.append(self._sum(votes))
+        ready, self._cast = (self._cast, []) if now else (self._cast[:-1], self._cast[-1:])
+        return any(int(jax.device_get(outcome)) for outcome in ready)
+
+
+def whole(tree: Any) -> Any:
+    """Arrays that all processes hold together, as whole ones on one device of each. All call it."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def gather(x: Any) -> Any:
+        everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
+        return jax.jit(lambda x: x, out_shardings=everywhere)(x).addressable_data(0)
+
+    return jax.tree.map(gather, tree)
+
+
+def in_all(error: E) -> E:
+    """Mark an error that every process raises, so that none takes another's for a failure."""
+    error.in_all = True  # type: ignore[attr-defined]
+    return error
+
+
+@contextlib.contextmanager
+def shared(last: bool = False) -> Iterator[None]:
+    """What all processes do: an error in one is told to the others, which end with exit code 7.
+
+    One that no user can have caused may be what a collective says about a dead peer: the heartbeat
+    knows that within seconds, and ends this process with the cause. `last`: nothing comes after it.
+    """
+    if count() == 1:
+        yield
+        return
+    try:
+        yield
+        if last:
+            leave()
+    except LocaltrainError as error:
+        if getattr(error, "in_all", False):
+            leave()
+        else:
+            heartbeat.tell(error.exit_code, str(error))
+        raise
+    except Exception as error:
+        heartbeat.settle()
+        first = " ".join(str(error).split())[:300]
+        heartbeat.tell(1, f"{type(error).__name__}: {first}")
+        raise
+
+
+def leave() -> None:
+    """The end of a run of several processes: wait for all, then nobody watches any more."""
+    if count() > 1:
+        barrier("end")
+        heartbeat.close()
