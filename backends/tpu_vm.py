@@ -80,6 +80,28 @@ class TpuVm(Backend):
         set_jax(jax_platforms="tpu,cpu")
         return []
 
+    def initialize(
+        self,
+        coordinator: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
+    ) -> str | None:
+        """Join the other workers of the slice, and of the other slices of the run.
+
+        jax finds them in what Cloud TPU (its metadata server) and GKE (TPU_WORKER_HOSTNAMES,
+        MEGASCALE_*) say; only where that names this host alone is nothing to be joined. To take a
+        worker for one that is alone would train as many separate models as there are workers.
+        """
+        from localtrain import processes
+
+        if {coordinator, num_processes, process_id} != {None}:
+            return processes.join(coordinator, num_processes, process_id)
+        hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
+        several_slices = os.environ.get("MEGASCALE_NUM_SLICES", "1") not in ("", "1")
+        if hosts and "," not in hosts and not several_slices:
+            return None
+        return processes.join(auto=True)
+
     def defaults(self) -> Defaults:
         """bfloat16: what the matrix units are made for; jax's attention kernel for TPUs."""
         return Defaults(dtype="bfloat16", attention="splash")

@@ -42,12 +42,12 @@ def elsewhere(name: str, backend: str | None, devices: int | None, slices: int) 
     known = targets() if backend is None else {backend: backends.find(backend).topologies()}
     owner = next((owner for owner, names in known.items() if name in names), None)
     if owner is None:
-        every = sorted(name for names in known.values() for name in names)
+        every = [name for names in known.values() for name in names]
         close = nearest(name.lower(), every)
         hint = f"did you mean '{close}'? " if close else ""
         where = f"backend {backend} has" if backend else "there is"
         raise ConfigError(
-            f"{where} no machine '{name}' to compile for; {hint}known: {', '.join(every) or 'none'}"
+            f"{where} no machine '{name}' to compile for; {hint}known: {_listed(every) or 'none'}"
         )
     place = backends.find(owner)
     if not backends.jax_is_up():
@@ -55,6 +55,15 @@ def elsewhere(name: str, backend: str | None, devices: int | None, slices: int) 
     found = place.topology(name, devices, slices)
     available, how = place.usable_memory(name)
     return Place(place, name, list(found), available, how, slices)
+
+
+def _listed(every: list[str]) -> str:
+    """Cards, then the shapes of each generation of slices: v5e: 1x1, 2x2; ..."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(every):
+        generation, _, shape = name.rpartition(":")
+        groups.setdefault(generation, []).append(shape)
+    return "; ".join(f"{key}: {', '.join(v)}" if key else ", ".join(v) for key, v in groups.items())
 
 
 def here(run: RunConfig, backend: str | None, devices: int | None) -> Place:
