@@ -1,7 +1,8 @@
 """What one device computes, sends and holds in a train step on 1 to 64 devices, as compiled.
 
     python benchmarks/scale.py [--model qwen3-0.6b] [--devices 1 4 16 64] [--json]
-    python benchmarks/scale.py --device rtx-4090      # compiled for a GPU (extra `plan-gpu`)
+    python benchmarks/scale.py --device rtx-4090-24gb # compiled for a GPU (extra `plan-gpu`)
+    python benchmarks/scale.py --model qwen3-8b --seq-len 4096 --topology v5p:2x2x1 v5p:4x4x4
 
 Nothing runs: the real train step is compiled for that many devices (forced CPU devices unless
 --device names a card) in a process of its own and counted in the compiled program, loops multiplied
@@ -34,11 +35,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="rows per device")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--device", help="compile for this card instead of the CPU")
+    parser.add_argument("--topology", nargs="+", help="slices to compile for instead (extra `tpu`)")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(measure(options, options.worker)))
+        return
+    if options.topology:
+        over_slices(options)
         return
     if not options.json:
         print("| devices | mesh | TFLOP | " + " | ".join(f"{k} MB" for k in KINDS), end=" | ")
@@ -50,6 +55,40 @@ def main() -> None:
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                 print(done.stdout.strip() if options.json else row(json.loads(done.stdout)))
                 sys.stdout.flush()
+
+
+def over_slices(options: argparse.Namespace) -> None:
+    """`localtrain plan` for one slice after another, with the same rows on each device."""
+    from localtrain import backend
+
+    place = backend.find("tpu-vm")
+    backend.set_jax(jax_platforms="cpu")
+    if not options.json:
+        print("| slice | devices | TFLOP | " + " | ".join(f"{k} MB" for k in KINDS), end=" | ")
+        print("arguments GB | temporaries GB | step s at best | compile s |\n|" + "---|" * 11)
+    for name in options.topology:
+        rows = options.rows * len(place.topology(name))
+        keys = [f"data.seq_len={options.seq_len}", f"train.batch_size={rows}", "train.remat=full"]
+        command = [sys.executable, "-m", "localtrain", "plan", options.model, "--topology", name]
+        command += ["--json", "--minutes", "0", *keys]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found = json.loads(done.stdout)
+        if options.json:
+            print(json.dumps(found), flush=True)
+            continue
+        sent = [found["collectives"].get(kind, {"bytes": 0})["bytes"] / 1e6 for kind in KINDS]
+        memory = found["memory_per_device"]
+        cells = [
+            name,
+            str(found["devices"]),
+            f"{found['flops_per_step'] / found['devices'] / 1e12:.1f}",
+            *(f"{x:.0f}" for x in sent),
+            f"{memory['arguments'] / 1e9:.2f}",
+            f"{memory['temporaries'] / 1e9:.2f}",
+            f"{found['step_time_s']:.3f}",
+            f"{found['compile_s']:.0f}",
+        ]
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def measure(options: argparse.Namespace, sizes: dict[str, int]) -> dict:

@@ -21,13 +21,20 @@ from typing import Any
 from localtrain import hlo, steps
 from localtrain.config import RunConfig, load_run
 from localtrain.errors import ConfigError
-from localtrain.job import compiled_memory, make_network, memory_by_class, run_mesh
+from localtrain.job import (
+    attention_kernels,
+    compiled_memory,
+    make_network,
+    memory_by_class,
+    run_mesh,
+)
 from localtrain.oom import is_out_of_memory, needed_bytes, remedies
 from localtrain.plan import cost
 from localtrain.plan.place import Place, elsewhere, here, targets
 from localtrain.warmstart import find_start
 
 __all__ = ["Plan", "plan", "targets"]
+BLOCKWISE = "blockwise (XLA)"  # plain JAX: no kernel of that name is in the program
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,10 @@ def compile_for(run: RunConfig, start: Any, place: Place) -> Plan:
         model_flops_per_step=network.spec.model_flops_per_token(run.data.seq_len) * tokens,
         compile_s=round(compile_s, 1),
         advice=[] if fits else remedies(run),
+        kernels={
+            "attention": attention_kernels(run, network, mesh).replace("blockwise", BLOCKWISE, 1),
+            "custom_calls": {} if program is None else hlo.kernels(program),
+        },
         **_work(run, place, network, program, tokens),
     )
 
@@ -153,17 +164,10 @@ def _work(
         "how": "not estimated: the compiler refused, so there is no program",
         "tokens_per_day": None,
         "mfu": None,
-        "kernels": {"attention": network.policy.attention, "custom_calls": {}},
     }
     if program is None:
         return fields
     flops = program.flops() + cost.kernel_flops(program, run.data.seq_len)
-    calls = hlo.kernels(program)
-    kernel = network.policy.attention
-    fields["kernels"] = {
-        "attention": f"{kernel} (XLA)" if kernel == "blockwise" else kernel,
-        "custom_calls": calls,
-    }
     fields["flops_per_step"] = flops * len(place.devices)
     fields["memory_bytes_per_step"] = hlo.memory_bytes(program)
     fields["collectives"] = hlo.by_kind(program.collectives())

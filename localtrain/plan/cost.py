@@ -38,14 +38,18 @@ class StepTime:
 def kernel_flops(program: hlo.Program, seq_len: int) -> float:
     """FLOPs of attention kernels on one device; half the pairs of a causal row are skipped."""
     total = 0.0
+    separate = any("_dq" in name for name in hlo.kernels(program))
     for use in program.walk():
         one = use.instruction
         target = one.attribute("custom_call_target")
         name = (one.name if target == "tpu_custom_call" else target).lower()
         if one.op != "custom-call" or not any(word in name for word in _ATTENTION):
             continue
-        fused = "dkv" in name and "fused" in name
-        kind = "bwd" if fused else next((word for word in _PRODUCTS if word in name), "fwd")
+        kind = (
+            "bwd"
+            if "dkv" in name and not separate
+            else next((word for word in _PRODUCTS if word in name), "fwd")
+        )
         types = {i.name: i for i in program.computations[use.computation]}
         taken = [a for n in one.operands if n in types for a in types[n].arrays if len(a.dims) > 2]
         queries = max((_size(array.dims) for array in taken), default=0)  # B x N x T x H
