@@ -161,7 +161,8 @@ def run_mesh(
             f"mesh.fsdp): make it a multiple of {ways}, for example {-(-rows // ways) * ways}."
         )
     if network is not None:
-        sharding.check_model(mesh, run.data.seq_len, network.spec)
+        slices = sharding.slice_count(mesh.devices.flat)
+        sharding.check_model(mesh, run.data.seq_len, network.spec, rows, slices)
     return mesh
 
 
