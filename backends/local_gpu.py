@@ -70,7 +70,7 @@ class LocalGpu(Backend):
                 )
             return []
         set_jax(jax_platforms="cuda,cpu", jax_cuda_visible_devices="0")
-        return [_set_memory()]
+        return [set_memory()]
 
     def compiler_options(self, run: RunConfig) -> dict[str, bool | int | str]:
         """Determinism: docs.jax.dev and XLA's xla.proto name this flag for run-to-run equality."""
@@ -107,7 +107,7 @@ class LocalGpu(Backend):
         ).devices
 
     def usable_memory(self, name: str) -> tuple[int, str]:
-        """What `_set_memory` reserves; the CUDA context has to live in the rest."""
+        """What `set_memory` reserves; the CUDA context has to live in the rest."""
         text = _card(name, self.topologies())
         size = int(re.search(r"device_memory_size:\s*(\d+)", text)[1])
         return int(size * MEMORY_FRACTION), (
@@ -164,12 +164,20 @@ def _loads(library: str) -> bool:
     return True
 
 
+def visible_gpus() -> int:
+    """How many GPUs a program of this environment sees, without opening one."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([name for name in chosen.split(",") if name.strip()])
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
 def _plugins() -> list[str]:
     names = ("jax_cuda13_plugin", "jax_cuda12_plugin")
     return [name for name in names if importlib.util.find_spec(name) is not None]
 
 
-def _set_memory() -> str:
+def set_memory() -> str:
     given = [name for name in _MEMORY_VARIABLES if name in os.environ]
     if given:
         return "GPU memory: as the environment says, " + ", ".join(

@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 from localtrain.errors import ConfigError, nearest
+from localtrain.launcher import find_place
 
 if TYPE_CHECKING:
     from localtrain.config import RunConfig
@@ -82,10 +83,11 @@ class Backend(Protocol):
 
         Returns a line for the log, None when this process is alone. Raises ConfigError, PeerError.
         """
-        if {coordinator, num_processes, process_id} != {None}:
+        place = find_place(coordinator, num_processes, process_id)
+        if place is not None:
             raise ConfigError(
-                f"--coordinator, --num-processes and --process-id: backend {self.name} runs in one "
-                f"process; `localtrain backends` lists those for several"
+                f"{place.source}: this is process {place.index} of {place.count}, but backend "
+                f"{self.name} runs in one; `localtrain backends` lists those for several"
             )
         return None
 

@@ -10,10 +10,12 @@ import sys
 import pytest
 
 from localtrain import backend as backend_module
+from localtrain import processes
 from localtrain.backend import Backend, choose, find, names, survey
 from localtrain.backends import local_gpu
 from localtrain.backends.cpu import Cpu
 from localtrain.backends.local_gpu import LocalGpu
+from localtrain.backends.multi_gpu import MultiGpu
 from localtrain.config import load_run
 from localtrain.errors import ConfigError
 
@@ -109,6 +111,65 @@ def test_local_gpu_sets_memory_and_platform_and_says_so():
     assert "90% is reserved" in said and values == "0.9 cuda,cpu"
     said = in_new_process(code.rpartition("print")[0], XLA_PYTHON_CLIENT_MEM_FRACTION="0.5")
     assert said == "GPU memory: as the environment says, XLA_PYTHON_CLIENT_MEM_FRACTION=0.5"
+
+
+@pytest.fixture
+def two_gpus(with_driver, entries, monkeypatch):
+    monkeypatch.setattr(local_gpu, "_plugins", lambda: ["jax_cuda13_plugin"])
+    entries(**{"multi-gpu": "localtrain.backends.multi_gpu:MultiGpu"})
+    monkeypatch.setattr(local_gpu.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+
+
+def test_multi_gpu_is_preferred_where_there_are_several(two_gpus, monkeypatch):
+    assert choose()[0].name == "multi-gpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert choose()[0].name == "local-gpu"
+    for name, value in (("STEP_NUM_TASKS", "2"), ("PROCID", "0"), ("STEP_NODELIST", "a,b")):
+        monkeypatch.setenv(f"SLURM_{name}", value)  # one on each of two hosts
+    assert choose()[0].name == "multi-gpu"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "rank", "gpus", "mine"),
+    [(1, 0, "0,1,2,3", None), (2, 1, "0,1,2,3", [2, 3]), (4, 3, "0,1,2,3", [3]), (2, 1, "5", None)],
+)
+def test_processes_of_one_host_share_its_gpus(monkeypatch, tasks, rank, gpus, mine):
+    """With all of a host in sight each takes its share; one that was given its own takes that."""
+    joined = {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(processes, "join", lambda *flags, **options: joined.update(options))
+    env = {"SIZE": str(2 * tasks), "RANK": str(tasks + rank)}
+    env |= {"LOCAL_RANK": str(rank), "LOCAL_SIZE": str(tasks)}
+    for name, value in env.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "4096.0;tcp://10.0.0.1:4")
+    MultiGpu().initialize()
+    assert joined == {"local_devices": mine}
+
+
+def test_multi_gpu_refuses_more_processes_or_devices_than_gpus(two_gpus, monkeypatch):
+    with pytest.raises(ConfigError, match="--devices 3: backend multi-gpu sees 2 GPUs"):
+        MultiGpu().prepare_environment(None, 3)
+    for name, value in (("SIZE", "3"), ("RANK", "2"), ("LOCAL_RANK", "2"), ("LOCAL_SIZE", "3")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    with pytest.raises(ConfigError, match="started 3 processes on this host, which has 2 GPUs"):
+        MultiGpu().initialize("host:1")
+
+
+def test_multi_gpu_takes_all_it_sees():
+    script = (
+        "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '4,5,6'\n"
+        "from localtrain.backends.multi_gpu import MultiGpu\n"
+        "print(MultiGpu().prepare_environment(None, None)[0])\n"
+        "print(os.environ['JAX_PLATFORMS'], os.environ['JAX_CUDA_VISIBLE_DEVICES'])"
+    )
+    said = in_new_process(script).splitlines()
+    assert said == ["3 of 3 GPUs of this host", "cuda,cpu 0,1,2"]
+
+
+def test_a_backend_of_one_process_refuses_several(monkeypatch):
+    with pytest.raises(ConfigError, match="this is process 1 of 2, but backend local-gpu runs in"):
+        LocalGpu().initialize("host:1", 2, 1)
 
 
 def test_local_gpu_takes_one_device_only():

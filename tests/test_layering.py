@@ -19,7 +19,7 @@ ALLOWED = {
     "errors": set(),
     "config": {"storage", "configs"},
     "storage": set(),
-    "backend": {"config"},
+    "backend": {"config", "launcher"},
     "heartbeat": set(),
     "launcher": set(),
     "processes": {"heartbeat", "launcher"},
