@@ -199,10 +199,15 @@ def read_range(path: str, start: int, end: int) -> bytes:
 
 
 def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Many ranges of one file, at the same time where it is remote; none may pass its end."""
-    if not is_url(path):
-        return [read_range(path, start, end) for start, end in ranges]
-    return _far().read_ranges(path, ranges)
+    """Many ranges of one file; none may pass its end."""
+    return read_many([(path, start, end) for start, end in ranges])
+
+
+def read_many(pieces: Sequence[tuple[str, int, int]]) -> list[bytes]:
+    """Ranges (path, start, end) of files of one store, at the same time where it is remote."""
+    if pieces and is_url(pieces[0][0]):
+        return _far().read_many(pieces)
+    return [read_range(path, start, end) for path, start, end in pieces]
 
 
 def write_atomic(path: str, data: bytes | Iterable[bytes]) -> None:

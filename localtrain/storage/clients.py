@@ -22,6 +22,7 @@ from localtrain.storage import retry
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 GOOGLE, AMAZON = ("gs", "gcs"), ("s3", "s3a")
 OBJECT_STORES = (*GOOGLE, *AMAZON, "az", "abfs", "abfss", "adl", "oci", "http", "https")
+CONNECTIONS = 64  # botocore's 10 are 200 requests a second at 50 ms each
 _HOSTS = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}
 _ADVICE = {
     "gs": "No Google credentials were found. Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or "
@@ -83,6 +84,7 @@ def _options(protocol: str) -> dict[str, Any]:
         found = {"token": _google_token(), "use_listings_cache": False}
     elif protocol in AMAZON:
         limits = {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 60}
+        limits["max_pool_connections"] = CONNECTIONS
         found = {"anon": _amazon_is_anonymous(), "use_listings_cache": False}
         found["config_kwargs"] = limits
     user = fsspec.config.conf.get(protocol, {})

@@ -2,7 +2,7 @@
 
 `FaultProxy(port)` forwards to 127.0.0.1:port and is told what to do by `rule(...)` (the first that
 matches, `times` times) or `chance(...)` (a share of all requests, by a fixed seed). `requests` is
-the list of (method, path) that came, in order.
+the list of (method, path) that came, in order; `most` how many were in progress at once.
 """
 
 import http.client
@@ -21,6 +21,7 @@ class FaultProxy:
         self.mend = mend or (lambda body: body)  # what a store misreads, made plain
         self.requests = []
         self.faults = 0
+        self.now, self.most = 0, 0  # requests in progress, and the most there were
         self._rules, self._chances = [], []
         self._random = random.Random(0)
         self._lock = threading.Lock()
@@ -46,6 +47,7 @@ class FaultProxy:
 
     def clear(self):
         self._rules, self._chances, self.requests, self.faults = [], [], [], 0
+        self.most = 0
 
     def choose(self, method, path):
         with self._lock:
@@ -60,6 +62,11 @@ class FaultProxy:
                     self.faults += 1
                     return self._random.choice(actions)
         return (None,)
+
+    def count(self, change):
+        with self._lock:
+            self.now += change
+            self.most = max(self.most, self.now)
 
     def close(self):
         self._server.shutdown()
@@ -94,6 +101,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response_only(100)
             self.end_headers()
         body = self._body()
+        self.owner.count(1)
+        try:
+            self._serve_body(body)
+        finally:
+            self.owner.count(-1)
+
+    def _serve_body(self, body):
         kind, *rest = self.owner.choose(self.command, self.path)
         if kind == "delay":
             time.sleep(rest[0])
