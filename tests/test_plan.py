@@ -9,12 +9,14 @@ from pathlib import Path
 
 import jax
 import pytest
+import yaml
 
 from localtrain import backend, job, oom
 from localtrain.backends import local_gpu
 from localtrain.cli import run as command
-from localtrain.config import load_run
-from localtrain.plan import plan, targets
+from localtrain.config import RunConfig, load_run
+from localtrain.plan import plan, targets, tune
+from localtrain.plan.place import here
 from localtrain.warmstart import find_start
 
 CARDS = Path(local_gpu.__file__).parent.parent / "configs" / "cards"
@@ -32,34 +34,83 @@ def tiny(tmp_path_factory, tiny_config):
 
 
 @pytest.fixture(scope="module")
-def here(tiny):
+def planned(tiny):
     return plan(load_run("quickstart", tiny), backend="cpu")
 
 
-def test_the_classes_are_bytes_of_the_run_and_add_up(here):
-    memory = here.memory_per_device
-    assert here.parameters == PARAMETERS and here.devices == len(jax.devices())
+def test_the_classes_are_bytes_of_the_run_and_add_up(planned):
+    memory = planned.memory_per_device
+    assert planned.parameters == PARAMETERS and planned.devices == len(jax.devices())
     assert memory["parameters"] == 4 * PARAMETERS
     assert memory["optimizer"] == 8 * PARAMETERS
     assert memory["total"] == memory["arguments"] + memory["temporaries"] + memory["code"]
     assert memory["arguments"] >= memory["parameters"] + memory["optimizer"]
-    assert here.fits == (memory["total"] <= memory["available"]) and here.fits
-    assert here.tokens_per_step == 4 * 32
+    assert planned.fits == (memory["total"] <= memory["available"]) and planned.fits
+    assert planned.tokens_per_step == 4 * 32
 
 
-def test_it_is_the_step_that_train_compiles(here, tiny):
+def test_it_is_the_step_that_train_compiles(planned, tiny):
     run = load_run("quickstart", tiny)
     start = find_start(run, None)
     place, _ = backend.choose("cpu")
     compiled = job.compile_job(run, job.make_network(run, start.hf, "tiny", place), place)
-    mine = {k: v for k, v in here.memory_per_device.items() if k != "available"}
+    mine = {k: v for k, v in planned.memory_per_device.items() if k != "available"}
     assert compiled.memory() == mine
 
 
-def test_the_state_is_updated_in_place(here):
+def test_the_state_is_updated_in_place(planned):
     """New parameters and moments take no memory of their own: only the step's numbers do."""
-    memory = here.memory_per_device
+    memory = planned.memory_per_device
     assert memory["temporaries"] - memory["compiler_temp"] < 4096
+
+
+@pytest.fixture(scope="module")
+def searched(tiny):
+    """A run of many rows with two thirds of the memory it needs, and what was found for it."""
+    run = load_run("quickstart", [*tiny, "train.batch_size=64", "data.seq_len=128"])
+    needed = plan(run, backend="cpu").memory_per_device["total"]
+    told: list[str] = []
+    found = plan(run, backend="cpu", memory=needed * 2 // 3, progress=told.append)
+    return run, found, told
+
+
+def test_a_setting_that_fits_is_found_and_each_is_compiled_once(searched):
+    run, found, told = searched
+    assert not found.fits and found.suggestion
+    changes = yaml.safe_load(found.suggestion)
+    assert set(changes) <= {"train", "optim", "mesh"}
+    again = RunConfig.model_validate(_merged(run.model_dump(), changes))
+    memory = found.memory_per_device["available"]
+    assert plan(again, backend="cpu", memory=memory).fits
+    # the batch is the same: only how it is computed and stored differs
+    assert again.train.batch_size == 64 and again.data == run.data and again.model == run.model
+    assert "looking for the fastest setting that fits" in told[0] and "at most 10 min" in told[0]
+    tried = [line.rpartition(": ")[0] for line in told[1:]]
+    assert len(tried) == len(set(tried)) >= 1
+
+
+def _merged(plain, changes):
+    return {
+        key: {**value, **changes.get(key, {})} if key in changes else value
+        for key, value in plain.items()
+    }
+
+
+def test_the_fastest_settings_come_first_and_bfloat16_last(searched):
+    run, found, _ = searched
+    place = here(run, "cpu", None)
+    order = [setting.changes for setting in tune.settings(run, place, found.parameters)]
+    assert order[0]["train.remat"] == "none" and order[0]["train.micro_batch"] is None
+    exact = {"optim.state_dtype": "float32", "train.param_dtype": "float32"}
+    assert {key: order[0][key] for key in exact} == exact
+    assert order[-1]["train.param_dtype"] == "bfloat16"
+    sizes = {change["train.micro_batch"] for change in order}
+    assert sizes == {None, 32, 16, 8, 4, 2, 1}
+
+
+def test_without_time_nothing_is_searched(tiny):
+    found = plan(load_run("quickstart", tiny), backend="cpu", memory=10_000, minutes=0)
+    assert not found.fits and found.suggestion is None and found.advice
 
 
 def test_a_run_that_does_not_fit_says_so_and_names_the_keys_that_help(tiny, capfd):

@@ -42,12 +42,13 @@ def elsewhere(name: str, backend: str | None, devices: int | None, slices: int) 
     known = targets() if backend is None else {backend: backends.find(backend).topologies()}
     owner = next((owner for owner, names in known.items() if name in names), None)
     if owner is None:
-        every = [name for names in known.values() for name in names]
+        every = sorted({name for names in known.values() for name in names})
+        alike = [known for known in every if (":" in known) == (":" in name)]
         close = nearest(name.lower(), every)
         hint = f"did you mean '{close}'? " if close else ""
         where = f"backend {backend} has" if backend else "there is"
         raise ConfigError(
-            f"{where} no machine '{name}' to compile for; {hint}known: {_listed(every) or 'none'}"
+            f"{where} no machine '{name}' to compile for; {hint}known: {_listed(alike) or 'none'}"
         )
     place = backends.find(owner)
     if not backends.jax_is_up():
@@ -60,7 +61,7 @@ def elsewhere(name: str, backend: str | None, devices: int | None, slices: int) 
 def _listed(every: list[str]) -> str:
     """Cards, then the shapes of each generation of slices: v5e: 1x1, 2x2; ..."""
     groups: dict[str, list[str]] = {}
-    for name in sorted(every):
+    for name in every:
         generation, _, shape = name.rpartition(":")
         groups.setdefault(generation, []).append(shape)
     return "; ".join(f"{key}: {', '.join(v)}" if key else ", ".join(v) for key, v in groups.items())

@@ -179,7 +179,7 @@ def _learn(learned: dict[str, float], setting: Setting, found: Plan) -> None:
 def _cannot_fit(setting: Setting, available: int, learned: dict[str, float]) -> bool:
     """By its state alone, or by most of what settings of its kind took."""
     ratio = learned.get(setting.kind, 0.0)
-    return setting.state + 0.7 * ratio * setting.activations > available
+    return setting.state + 0.95 * ratio * setting.activations > available
 
 
 def _faster(one: Plan, other: Plan) -> bool:
