@@ -1,0 +1,43 @@
+"""Exchanges between devices that no training test on few devices takes."""
+
+import json
+import os
+import subprocess
+import sys
+
+from localtrain.nn.parallel import _rows
+
+SCRIPT = """
+import json
+import jax
+from jax.sharding import AxisType, PartitionSpec as P
+from localtrain.nn.parallel import scatter
+
+mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+g = jax.random.normal(jax.random.key(0), (4, 8, 12))
+differences = []
+for dim, place in ((0, P("fsdp")), (1, P(None, "fsdp"))):
+    for rows in (1, 2, 4):
+        local = lambda g: scatter(dim, rows, g[0])
+        run = jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=place, check_vma=False)
+        differences.append(float(abs(jax.jit(run)(g) - g.sum(0)).max()))
+print(json.dumps(differences))
+"""
+
+
+def test_a_sum_scattered_in_two_steps_is_the_sum():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    differences = json.loads(done.stdout.splitlines()[-1])
+    assert len(differences) == 6 and max(differences) < 1e-6
+
+
+def test_grids_of_slices_are_as_square_as_they_can_be():
+    assert [_rows(n) for n in (1, 2, 4, 8, 16, 32, 64, 256)] == [1, 1, 1, 2, 4, 4, 8, 16]
+    assert _rows(13) == 1
