@@ -11,7 +11,7 @@ import jax
 import pytest
 import yaml
 
-from localtrain import backend, job, oom
+from localtrain import backend, job, oom, steps
 from localtrain.backends import local_gpu
 from localtrain.cli import run as command
 from localtrain.config import RunConfig, load_run
@@ -234,3 +234,14 @@ def test_out_of_memory_says_what_was_needed_and_what_was_free_by_class(monkeypat
     for key in ("train.remat=full", "optim.state_dtype=", "train.param_dtype=bfloat16"):
         assert key in said
     assert "costs 4 bytes a parameter" in said and "train.batch_size=2 " in said
+
+
+def test_the_program_does_not_grow_with_depth(tiny_config):
+    """What a compiler gets to see is as long for 24 layers as for 2."""
+    run, lines = load_run("quickstart", ["data.seq_len=32", "train.batch_size=4"]), []
+    for layers in (2, 24):
+        hf = {**tiny_config, "num_hidden_layers": layers}
+        network = job.make_network(run, hf, "tiny", backend.find("cpu"))
+        text = steps.lower(network, run, job.run_mesh(run, None, network)).train.as_text()
+        lines.append(len(text.splitlines()))
+    assert lines[0] == lines[1] > 100
