@@ -404,11 +404,11 @@ def train(folder, out, devices, *more, code=0):
 
 @pytest.fixture(scope="module")
 def travelled(folder):
-    """Steps 1-2 on one device, 3-4 on a tensor mesh, 5-6 on two replicas; beside it one device."""
+    """Steps 1-2 on one device, 3-4 on fsdp x tensor, 5-6 on context x tensor; also one device."""
     out = folder / "travelled"
     train(folder, out, 1, "train.steps=2")
     train(folder, out, 4, "train.steps=4", "mesh.fsdp=2", "mesh.tensor=2")
-    train(folder, out, 4, "train.steps=6", "mesh.fsdp=2", "mesh.replica=2")
+    train(folder, out, 4, "train.steps=6", "mesh.context=2", "mesh.tensor=2")
     train(folder, folder / "stayed", 1)
     return out
 
