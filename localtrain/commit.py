@@ -116,6 +116,18 @@ def read_commit(folder: str | os.PathLike) -> dict[str, Any]:
     return record
 
 
+def without(record: dict[str, Any], part: str) -> dict[str, Any]:
+    """The record without the files of one part of the state, such as the optimizer's, "opt"; those
+    of checkpoints that keep all arrays in one database stay."""
+    inside = f"{record['folder']}/" if record.get("folder") else ""
+    files = {
+        name: entry
+        for name, entry in record["files"].items()
+        if not name.removeprefix(inside).startswith((f"{part}.", f"{part}/"))
+    }
+    return {**record, "files": files}
+
+
 def uncommitted(where: str) -> Uncommitted:
     return Uncommitted(f"{where} has no {COMMIT}: it is not a complete checkpoint.")
 

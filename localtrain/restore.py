@@ -23,10 +23,14 @@ META = "meta.json"
 
 
 class CheckpointReader:
-    """A folder or URL with one sub-folder per saved step, for reading."""
+    """A folder or URL with one sub-folder per saved step, for reading.
 
-    def __init__(self, folder: str | os.PathLike):
+    `without`: a part of the state ("opt") whose files are neither checked nor fetched.
+    """
+
+    def __init__(self, folder: str | os.PathLike, without: str | None = None):
         self.shelf = open_shelf(folder)
+        self._without = without
         self.folder: Path | str = self.shelf.folder
         self._local: dict[int, Path] = {}  # verified
         self._damaged: set[int] = set()  # found so while reading: to be saved again
@@ -141,6 +145,8 @@ class CheckpointReader:
             have = ", ".join(map(str, self.steps())) or "none"
             raise DataError(f"There is no checkpoint of step {step} in {self.folder}: {have}.")
         record = self.shelf.record(step)
+        if self._without:
+            record = commit.without(record, self._without)
         folder = self._local[step] = self.shelf.fetch(step, record)
         if record.get("step") != step:
             raise commit.Damaged(f"{where} holds step {record.get('step')}: it was renamed.")
@@ -156,15 +162,17 @@ class CheckpointReader:
 def find_checkpoint(path: str | os.PathLike) -> tuple[CheckpointReader, int | None]:
     """Understand a run directory, its `checkpoints` folder, or the folder of one step.
 
-    Returns the checkpoints and the step that was meant (None: the newest). Raises DataError.
+    Returns the checkpoints, without the optimizer's part, and the step that was meant (None: the
+    newest). Raises DataError.
     """
     folder = os.fspath(path).rstrip("/")
     if not storage.is_url(folder):
         folder = os.path.abspath(storage.local_path(path))
     if storage.name_of(folder).isdigit() and storage.exists(storage.join(folder, commit.COMMIT)):
-        return CheckpointReader(storage.parent_of(folder)), int(storage.name_of(folder))
+        parent = storage.parent_of(folder)
+        return CheckpointReader(parent, without="opt"), int(storage.name_of(folder))
     for candidate in (storage.join(folder, "checkpoints"), folder):
-        found = CheckpointReader(candidate)
+        found = CheckpointReader(candidate, without="opt")
         if found.shelf.numbered():
             return found, None
     raise DataError(f"{folder} holds no checkpoint: give a run directory or a checkpoint folder.")

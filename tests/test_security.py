@@ -213,7 +213,7 @@ def test_damaged_safetensors_headers(pristine, position, value, cut):
 @quick
 @given(*positions)
 def test_damaged_checkpoint_metadata(pristine, position, value, cut):
-    for name in ("commit.json", "meta.json", "manifest.ocdbt"):
+    for name in ("commit.json", "meta.json", "_METADATA"):
         path = pristine / "c" / "1" / name
         good = path.read_bytes()
         bad = changed(good, position, value, cut)
