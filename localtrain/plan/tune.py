@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from localtrain.plan import Plan
 
 _MORE = 2  # settings tried after the first that fits: the estimate's order is not the roofline's
+_NEAR = 1.15  # no setting is tried whose estimate is so much above that of the best
 # Time of a step beside no remat: forward is a third of it; matmuls keeps most of that.
 _REMAT = {"none": 1.0, "matmuls": 1.08, "full": 1.33}
 # Kept of a token and layer, in values of the model's dim: the residual; products; all.
@@ -61,9 +62,9 @@ def search(
     end = time.monotonic() + seconds
     now = current(run)
     learned: dict[str, float] = {}
-    _learn(learned, setting_of(run, place, first.parameters, now), first)
-    best, after = (first if first.fits else None), 0
-    changes = now
+    as_it_is = setting_of(run, place, first.parameters, now)
+    _learn(learned, as_it_is, first)
+    best, changes, cost, after = (first if first.fits else None), now, as_it_is.cost, 0
     waiting = list(settings(run, place, first.parameters))
     progress(
         f"looking for the fastest setting that fits: {len(waiting)} settings, at most "
@@ -75,7 +76,8 @@ def search(
         if time.monotonic() > end:
             progress("the time is over")
             break
-        if best is not None and (after >= _MORE or best.step_time_s is None):
+        known = best is not None and best.step_time_s is not None  # else the estimate decides
+        if best is not None and (not known or after >= _MORE or setting.cost > _NEAR * cost):
             break
         try:
             found = compile_for(_with(run, setting.changes), start, place)
@@ -83,9 +85,9 @@ def search(
             continue
         _learn(learned, setting, found)
         progress(f"{_line(setting.changes, now)}: {_verdict(found)}")
-        after += best is not None
+        after += found.fits and best is not None
         if found.fits and (best is None or _faster(found, best)):
-            best, changes = found, setting.changes
+            best, changes, cost = found, setting.changes, setting.cost
     if best is None or changes == now:
         return None
     return as_lines({key: value for key, value in changes.items() if value != now[key]})
