@@ -263,7 +263,10 @@ def gather(value: Any, name: str) -> list[Any]:
 
 
 def barrier(name: str) -> None:
-    """Return when every process is here. `name` may be used once."""
+    """Return when every process is here. `name` may be used once.
+
+    Needed before the first exchange between devices: gloo waits 30 s there for the slowest.
+    """
     if count() > 1:
         _client().wait_at_barrier(f"localtrain/{name}", _FOREVER_MS)
 

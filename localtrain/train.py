@@ -131,6 +131,7 @@ def train(
         job = compile_job(run, network, place)
         cached = f" ({job.from_cache} of 3 programs from the cache)" if job.from_cache else ""
         log.info("compiled in %.1f s%s", job.compile_s, cached)
+        processes.barrier("compiled")
         with memory_advice(run, job.memory):
             return _train(job, corpus, tokenizer, start.source, home, stop, override, facts)
 
@@ -151,6 +152,7 @@ def _train(
     clock = time.monotonic()
     state, trained = _start(job, corpus, checkpoints, source, override)
     first = int(state["step"])
+    processes.barrier("restored")
     facts["restore_s"] = time.monotonic() - clock
     with (
         MetricsWriter(home.path, first) as metrics,
