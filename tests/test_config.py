@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -394,3 +397,19 @@ def test_any_value_of_any_key_is_a_run_or_a_config_error(key, value):
 def test_two_keys_that_disagree_are_blamed_on_the_argument():
     with pytest.raises(ConfigError, match=r"argument 'train.micro_batch=...': train.micro_batch"):
         load_run("quickstart", ["train.micro_batch=5"])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_or_device_as_run_file_is_refused_and_what_the_shell_opened_is_read(tmp_path):
+    pipe = tmp_path / "run.yaml"
+    os.mkfifo(pipe)
+    for name in (pipe, "/dev/zero"):
+        with pytest.raises(ConfigError, match=rf"{name} is a pipe, a socket or a device.*<\("):
+            load_run(str(name))
+    text = "model: {preset: qwen3-tiny}\ndata: {sources: x}\ntrain: {steps: 7}\n"
+    code = "import sys, localtrain.config as c; print(c.load_run(sys.argv[1]).train.steps)"
+    for place in ("/dev/stdin", "/dev/fd/0"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, place], input=text, capture_output=True, text=True
+        )
+        assert done.stdout == "7\n", done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def _find(name: str) -> tuple[bytes, str, str, str | None]:
     if path.is_dir() and (path / "run.yaml").is_file():
         path = path / "run.yaml"
     try:
+        _check_regular(path)
         return path.read_bytes(), str(path), _stem(str(path)), None
     except IsADirectoryError:
         raise ConfigError(
@@ -97,6 +99,18 @@ def _find(name: str) -> tuple[bytes, str, str, str | None]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"run file {name} cannot be read: {reason}") from None
+
+
+def _check_regular(path: Path) -> None:
+    """A named pipe without a writer would be waited for, and a device read, for ever. What the
+    shell opened already (`/dev/stdin`, `<(...)`) ends by itself."""
+    mode = path.stat().st_mode
+    opened = str(path).startswith(("/dev/stdin", "/dev/null", "/dev/fd/", "/proc/self/fd/"))
+    if not (opened or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ConfigError(
+            f"run file {path} is a pipe, a socket or a device: give a regular file, or what the "
+            f"shell opens, /dev/stdin or <(command)"
+        )
 
 
 def _read_url(url: str) -> bytes:

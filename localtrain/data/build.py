@@ -32,7 +32,7 @@ from localtrain.data.shards import (
     token_bytes_for,
 )
 from localtrain.data.sources import SYNTHETIC, Source, as_sources, find_files
-from localtrain.data.tally import Document, Tally, bad_row_message
+from localtrain.data.tally import Document, Tally, bad_row_message, repeated_files
 from localtrain.data.tokenizer import Tokenizer, mark_document
 from localtrain.errors import DataError, Stopped
 
@@ -216,6 +216,8 @@ def _build(
                     ahead.cancel()
                     raise Stopped("stopped while building the data; nothing was kept of it.")
                 _encode(batch, tokenizer, writer, tally)
+    if said := repeated_files(files):
+        log.warning("%s", said)
     if not writer.tokens:
         raise DataError(_nothing_usable(sources, tally.skipped, tally.first))
     spent = max(time.monotonic() - begin, 1e-9)

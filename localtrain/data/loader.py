@@ -19,6 +19,7 @@ from localtrain.data.prefetch import Prefetcher
 from localtrain.data.rows import rows_of
 from localtrain.data.sources import Source, as_sources
 from localtrain.data.split import Side, split_documents, whole_side
+from localtrain.data.tally import repeated_files
 from localtrain.data.tokenizer import Tokenizer
 from localtrain.data.view import Part, View
 from localtrain.errors import DataError, Stopped
@@ -95,6 +96,8 @@ def prepare(
             notes.append(f"{count:,} {what.replace('_', ' ')}")
         if short := int((dataset.lengths < 2).sum()):
             notes.append(f"{short:,} documents of a single token train nothing")
+    if said := repeated_files(file for dataset in opened for file in dataset.index.files):
+        notes.append(said)
     return Corpus(
         train,
         held,

@@ -1,6 +1,7 @@
 """Token shards: the built form of a corpus, one folder with an index and flat binary files.
 
-    index.json            format version, tokenizer, counts, per shard name, size, crc32c, ...; checksum
+    index.json            format version, tokenizer, counts, its own checksum, and per shard: name,
+                          size, crc32c, ...
     shard-00000.tokens    header, uint32 lengths [documents], uint64 text hashes [documents],
                           then the tokens of all documents in order, uint16 or uint32; little-endian
 

@@ -7,6 +7,8 @@ bad_rows=error, a DataError with file:line. Nothing is dropped without being cou
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from localtrain.errors import DataError
@@ -91,3 +93,16 @@ def check_text(value: object, origin: str, tally: Tally) -> str | None:
         except UnicodeEncodeError:
             return tally.skip("bad_unicode", origin)
     return value
+
+
+def repeated_files(files: Iterable[tuple[str, int, int]]) -> str:
+    """What to say of files that sources have in common: their documents count twice. "" if none."""
+    counts = Counter(name for name, size, _ in files if size)
+    twice = [name for name, count in counts.items() if count > 1]
+    if not twice:
+        return ""
+    more = f" and {len(twice) - 1} more files are" if len(twice) > 1 else " is"
+    return (
+        f"{twice[0]}{more} named by more than one source, so their documents count as often; a "
+        f"weight says that more clearly"
+    )

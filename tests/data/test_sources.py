@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from localtrain.config import RunConfig
 from localtrain.data import readers, tally
+from localtrain.data.build import build_dataset
 from localtrain.data.compressed import checksum
 from localtrain.data.readers import FileReader
 from localtrain.data.sources import Source, as_source, as_sources, find_files
@@ -308,3 +309,16 @@ def test_sources_are_taken_as_text_mapping_or_config_entry():
         as_source({"path": "x", "format": "json"})
     with pytest.raises(ConfigError, match="must be above 0"):
         as_source({"path": "x", "weight": 0})
+
+
+def test_a_file_that_two_sources_name_counts_twice_and_is_told(tmp_path, byte, corpus_of, caplog):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"text of {name} " * 90)
+    sources = [str(tmp_path / "*.txt"), str(tmp_path / "b.txt")]
+    corpus = corpus_of(sources)
+    assert any("b.txt is named by more than one source" in line for line in corpus.report())
+    assert build_dataset(sources, byte, str(tmp_path / "out")).documents == 4
+    assert "b.txt is named by more than one source" in caplog.text
+    caplog.clear()
+    build_dataset(sources[:1], byte, str(tmp_path / "once"))
+    assert not caplog.text and len(corpus_of(sources[:1]).notes) < len(corpus.notes)
