@@ -25,6 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+# Matrices of 2**27 numbers (the output matrix; 0.5 GB in float32) are scattered in pieces where
+# that takes a copy in another layout.
+BIG, PIECES = 2**27, 16
 BATCH_AXES = ("replica", "fsdp", "context")  # tokens are split over these
 
 
@@ -85,9 +88,9 @@ def _gather(dim: int, w: jax.Array) -> jax.Array:
 
 
 def _scatter(dim: int, _, g: jax.Array):
-    g32 = g.astype(jnp.float32)  # a sum over tokens, as that over micro-batches is
+    # in float32: it is a sum over tokens, as that over micro-batches is
     at_once, in_two = partial(scatter, dim, 1), partial(scatter, dim, _rows(size("fsdp")))
-    return (lax.platform_dependent(g32, tpu=in_two, default=at_once).astype(g.dtype),)
+    return (lax.platform_dependent(g, tpu=in_two, default=at_once).astype(g.dtype),)
 
 
 def _rows(ways: int) -> int:
@@ -101,13 +104,31 @@ def _rows(ways: int) -> int:
 
 
 def scatter(dim: int, rows: int, g: jax.Array) -> jax.Array:
-    """This device's part, along `dim`, of the sum of all devices' g, in one step or two."""
+    """This device's part, along `dim`, of the float32 sum of all devices' g, in one step or two."""
     if rows == 1:
-        return lax.psum_scatter(g, "fsdp", scatter_dimension=dim, tiled=True)
+        g32 = g.astype(jnp.float32)
+        return lax.psum_scatter(g32, "fsdp", scatter_dimension=dim, tiled=True)
     grid = np.arange(size("fsdp")).reshape(rows, -1)
-    for groups in (grid.T.tolist(), grid.tolist()):
-        g = lax.psum_scatter(g, "fsdp", scatter_dimension=dim, tiled=True, axis_index_groups=groups)
-    return g
+
+    def part(g: jax.Array) -> jax.Array:
+        g = g.astype(jnp.float32)
+        for groups in (grid.T.tolist(), grid.tolist()):
+            g = lax.psum_scatter(
+                g, "fsdp", scatter_dimension=dim, tiled=True, axis_index_groups=groups
+            )
+        return g
+
+    other = 1 if dim == 0 else 0
+    length = g.shape[other]
+    pieces = max(p for p in range(1, PIECES + 1) if length % p == 0) if g.size >= BIG else 1
+    if pieces == 1:
+        return part(g)
+    step = length // pieces
+    cut = partial(lax.dynamic_slice_in_dim, g, slice_size=step, axis=other)
+    parts = lax.map(lambda at: part(cut(at)), jnp.arange(0, length, step))
+    return jnp.moveaxis(parts, 0, other).reshape(
+        *parts.shape[1 : other + 1], length, *parts.shape[other + 2 :]
+    )
 
 
 def _gather_forward(dim: int, w: jax.Array):
