@@ -90,11 +90,11 @@ def plan(
 
 def _show(found: Plan) -> None:
     memory = found.memory_per_device
-    many = f"{found.devices} x " if found.devices > 1 else ""
-    slices = f" ({found.slices} slices)" if found.slices > 1 else ""
+    many = f"{found.devices} devices of " if found.devices > 1 else ""
+    slices = f"{found.slices} x " if found.slices > 1 else ""
     axes = " x ".join(f"{axis} {n}" for axis, n in found.mesh.items() if n > 1)
-    mesh = f", {axes}" if axes else ""
-    click.echo(f"{found.parameters:,} parameters on {many}{found.device}{slices}{mesh}")
+    mesh = f" ({axes})" if axes else ""
+    click.echo(f"{found.parameters:,} parameters on {many}{slices}{found.device}{mesh}")
     click.echo("memory of one device:")
     names = ("parameters", "optimizer", "temporaries", "code", "total")
     rows = [(name, f"{memory[name] / 1e9:.2f} GB") for name in names]
@@ -134,8 +134,8 @@ def _work(found: Plan) -> list[str]:
     if sent:
         lines.append("exchanged by one device: " + "; ".join(sent))
     if found.step_time_s is not None:
-        days = f"{found.tokens_per_day:.3g} tokens a day, MFU {100 * found.mfu:.0f}%"
-        lines.append(f"at best {found.step_time_s:.3g} s a step, {days}: {found.how}")
+        days = f"{found.tokens_per_day / 1e9:.3g} billion tokens a day, MFU {100 * found.mfu:.0f}%"
+        lines += [f"at best {found.step_time_s:.3g} s a step, {days}:", f"  {found.how}"]
     else:
         lines.append(f"step time and MFU: {found.how}")
     return lines
