@@ -178,6 +178,11 @@ class RemoteShelf(Shelf):
             if stale:
                 log.info("removing %d objects of unfinished saves of step %s", len(stale), step)
                 storage.remove_all(storage.join(self.folder, name) for name in stale)
+        try:
+            if begun := storage.abort_uploads(self.folder):
+                log.info("removed the parts of %d unfinished uploads", begun)
+        except StorageError as error:  # needs a right of its own; training does not
+            log.info("parts of unfinished uploads, if any, stay: %s", error)
 
     def _all(self) -> dict[str, int]:
         return storage.find_below(self.folder)

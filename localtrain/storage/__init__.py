@@ -253,6 +253,11 @@ def remove_all(paths: Iterable[str]) -> None:
     _far().remove_all(paths)
 
 
+def abort_uploads(folder: str) -> int:
+    """Remove what kills left of uploads in parts below a URL; how many there were."""
+    return _far().abort_uploads(folder)
+
+
 def make_dirs(path: str) -> None:
     if is_url(path):
         return _far().make_dirs(path)

@@ -14,7 +14,13 @@ from typing import IO, Any, TypeVar
 
 from localtrain.errors import LocaltrainError, StorageError
 from localtrain.storage import retry
-from localtrain.storage.clients import OBJECT_STORES, open_client, protocol_of, refusal_advice
+from localtrain.storage.clients import (
+    AMAZON,
+    OBJECT_STORES,
+    open_client,
+    protocol_of,
+    refusal_advice,
+)
 
 R = TypeVar("R")
 
@@ -285,6 +291,24 @@ def remove_all(paths: Iterable[str]) -> None:
             return
 
     _in_parallel(remove, paths)
+
+
+def abort_uploads(folder: str) -> int:
+    """Remove the parts of uploads below a folder that were begun and never ended, as a kill leaves
+    them; how many. Only S3 keeps such parts."""
+    if protocol_of(folder) not in AMAZON:
+        return 0
+
+    def abort(filesystem: Any, key: str) -> int:
+        bucket, _, prefix = key.rstrip("/").partition("/")
+        found = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+        begun = found.get("Uploads") or []
+        for one in begun:
+            names = {"Key": one["Key"], "UploadId": one["UploadId"]}
+            filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **names)
+        return len(begun)
+
+    return call("remove unfinished uploads from", folder, abort)
 
 
 def make_dirs(path: str) -> None:

@@ -16,7 +16,7 @@ from localtrain import checkpoint, commit, storage
 from localtrain.checkpoint import Checkpoints, find_checkpoint, restore_params
 from localtrain.errors import BusyError, DataError, StorageError
 from localtrain.stage import Stage
-from localtrain.storage import retry
+from localtrain.storage import clients, retry
 
 
 def state(step):
@@ -168,6 +168,35 @@ def test_half_uploads_of_dead_writers_are_not_believed_and_are_swept(saved):
     only = f"{saved.folder}-only-half"
     storage.write_atomic(storage.join(only, "1", secrets.token_hex(8), "x"), b"half")
     assert Checkpoints(only).latest() is None  # a new run that was killed may start again
+
+
+def test_parts_that_a_kill_left_of_an_upload_are_removed_by_the_next_writer(s3, caplog):
+    caplog.set_level(logging.INFO, "localtrain")
+    url, other = (f"{s3.url}/{uuid.uuid4().hex}" for _ in range(2))
+    filesystem, _ = clients.open_client(url)
+
+    def begun():
+        return filesystem.call_s3("list_multipart_uploads", Bucket="bkt").get("Uploads") or []
+
+    keys = [f"{place.removeprefix('s3://bkt/')}/1/{'ab' * 8}/big" for place in (url, other)]
+    for key in keys:
+        made = filesystem.call_s3("create_multipart_upload", Bucket="bkt", Key=key)
+        names = {"Bucket": "bkt", "Key": key, "UploadId": made["UploadId"]}
+        filesystem.call_s3("upload_part", PartNumber=1, Body=b"x", **names)
+    assert {one["Key"] for one in begun()} >= set(keys)
+    Checkpoints(url).save(1, state(1), {}, block=True)
+    assert "the parts of 1 unfinished" in caplog.text
+    assert keys[0] not in {one["Key"] for one in begun()}
+    assert keys[1] in {one["Key"] for one in begun()}  # another run's
+    s3.proxy.rule(("status", 403), "GET", r"\?uploads", times=99)
+    Checkpoints(url).save(2, state(2), {}, block=True)
+    assert "unfinished uploads, if any, stay" in caplog.text
+    s3.proxy.clear()
+    assert Checkpoints(url).steps() == [1, 2]
+    for one in begun():
+        filesystem.call_s3(
+            "abort_multipart_upload", Bucket="bkt", **{k: one[k] for k in ("Key", "UploadId")}
+        )
 
 
 def test_a_writer_that_lost_the_lease_in_the_middle_commits_nothing(saved):
