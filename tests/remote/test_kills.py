@@ -19,6 +19,7 @@ from localtrain.metrics import read_metrics
 
 STEPS = 60
 MORE = (f"train.steps={STEPS}", "eval.every=20", "eval.sample_length=0", "checkpoint.keep=3")
+UPLOAD = re.compile(r"checkpoints|^/upload/")
 MOMENTS = ("starting", "stepping", "saving", "saving")
 
 
@@ -36,17 +37,19 @@ def reach(moment, out, said, process, server):
     def is_saving():
         if server is None:
             return any((out / "checkpoints").glob("tmp-*"))
+        if not re.search(rb"step \d*[05]/", said.read_bytes()):  # gs:// has no names in its paths
+            return False
         new = server.proxy.requests[before:]
-        return any(method in ("PUT", "POST") and "checkpoints" in path for method, path in new)
+        return any(method in ("PUT", "POST") and UPLOAD.search(path) for method, path in new)
 
     there = {
         "starting": lambda: True,
         "stepping": lambda: re.search(rb"step \d+/", said.read_bytes()),
         "saving": is_saving,
     }[moment]
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while process.poll() is None and not there():
-        assert time.monotonic() < end, f"not {moment} after two minutes"
+        assert time.monotonic() < end, f"not {moment} after four minutes"
         time.sleep(0.005)
 
 
