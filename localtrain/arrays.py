@@ -114,8 +114,10 @@ def _writers() -> Any:
     )
 
 
-def read(folder: Path, contents: Contents, template: Any) -> Any:
+def read(folder: Path, contents: Contents, template: Any, where: str | None = None) -> Any:
     """Read the template's leaves from a folder (checked before with `compare`).
+
+    where: what errors call the folder, when it is a copy.
 
     Straight through tensorstore: Orbax starts every read at once and, when one fails, closes its
     event loop under the others, each of which then complains on stderr at some later moment
@@ -147,10 +149,12 @@ def read(folder: Path, contents: Contents, template: Any) -> Any:
     except (RuntimeError, MemoryError):  # out of memory, not the file's fault
         raise
     except Exception as error:  # tensorstore raises plain Exception
+        shown = where or str(folder)
+        reason = " ".join(str(error).replace(str(folder), shown).split())[:300]
         raise DataError(
-            f"{folder} passed its checksums but cannot be read: {type(error).__name__}: "
-            f"{' '.join(str(error)[:300].split())}. It may come from another version of Orbax "
-            f"(meta.json says which), or be deleted at this moment."
+            f"{shown} passed its checksums but cannot be read: {type(error).__name__}: {reason}. "
+            f"It may come from another version of Orbax (meta.json says which), or be deleted at "
+            f"this moment."
         ) from error
     leaves = [restored[name] if name in restored else _empty(leaf) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)

@@ -112,7 +112,7 @@ class CheckpointReader:
         where = self.shelf.where(found)
         arrays.compare(meta["arrays"], template, where, partial=partial, cast=cast)
         try:
-            return arrays.read(self.local(found), meta["arrays"], template), meta
+            return arrays.read(self.local(found), meta["arrays"], template, where), meta
         except DataError:
             if step is None and found not in self.shelf.numbered():  # a writer went on: look again
                 return self.restore(None, template, strict, partial, cast)

@@ -210,9 +210,10 @@ class CheckpointSource(Source):
         self.is_import = "run" not in meta  # nothing was trained: tokenizer and config agree
         self._reader = reader  # a local copy of what is behind a URL lives as long
         self.step_folder = reader.local(self.step)
+        self._where = reader.shelf.where(self.step)
         self._contents = meta["arrays"]
         template = {"params": self.network.shapes}
-        arrays.compare(self._contents, template, self.step_folder, partial=True, cast=True)
+        arrays.compare(self._contents, template, self._where, partial=True, cast=True)
         for leaf in weights.flatten(self.network.shapes):
             dtype, shape = self._contents["/".join(("params", *leaf))]
             self.leaves[leaf] = shape, np.dtype(dtype)
@@ -224,7 +225,7 @@ class CheckpointSource(Source):
     def _restore(self, leaf: Leaf, like: Any) -> Any:
         template: Params = {}
         weights.put(template, ("params", *leaf), like)
-        read = arrays.read(self.step_folder, self._contents, template)
+        read = arrays.read(self.step_folder, self._contents, template, self._where)
         return weights.read_from(read)(("params", *leaf))
 
     def _read(self, leaf: Leaf) -> np.ndarray:

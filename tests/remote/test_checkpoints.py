@@ -1,5 +1,6 @@
 """Checkpoints behind a URL: the same bits, the same care, on every store."""
 
+import itertools
 import logging
 import os
 import secrets
@@ -123,6 +124,36 @@ def test_a_tree_that_is_copied_from_store_to_store_opens(saved, tmp_path):
     assert bits(up.restore(None, TEMPLATE)[0]) == bits(state(7))
     up.save(8, state(8), {}, block=True)  # and can be pruned like our own
     assert {name.split("/")[0] for name in storage.find_below(up.folder)} == {"8"}
+
+
+def test_a_checkpoint_copied_from_here_to_s3_to_gs_and_back_opens(s3, gs, tmp_path):
+    local = Checkpoints(tmp_path / "made")
+    local.save(7, state(7), {"n": 7}, block=True)
+    places = [str(local.folder), *(f"{one.url}/{uuid.uuid4().hex}" for one in (s3, gs))]
+    places.append(str(tmp_path / "back"))
+    for source, target in itertools.pairwise(places):
+        copy(source, target)
+        restored, meta = Checkpoints(target).restore(None, TEMPLATE)
+        assert bits(restored) == bits(state(7)) and meta["n"] == 7, target
+    assert {n: storage.read_bytes(f"{places[0]}/{n}") for n in storage.find_below(places[0])} == {
+        n: storage.read_bytes(f"{places[-1]}/{n}") for n in storage.find_below(places[-1])
+    }
+
+
+def test_what_cannot_be_read_is_called_by_its_url(url, monkeypatch):
+    Checkpoints(url).save(1, state(1), {}, block=True)
+    verify = commit.verify
+
+    def spoil(folder, record, where=None):
+        verify(folder, record, where)
+        for path in folder.rglob(".zarray"):
+            path.write_text("{}")
+
+    monkeypatch.setattr(commit, "verify", spoil)
+    with pytest.raises(DataError) as raised:
+        Checkpoints(url).restore(1, TEMPLATE)
+    assert f"{url}/1 passed its checksums" in str(raised.value)
+    assert "stage" not in str(raised.value)
 
 
 def test_a_damaged_one_is_named_and_the_one_before_is_used(saved, caplog):
