@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-from localtrain import backend, processes
+from localtrain import backend, processes, sharding
 from localtrain.backends import devices, tpu_vm
 from localtrain.backends.tpu_vm import TpuVm
 from localtrain.cli import run as command
+from localtrain.config import load_run
 from localtrain.errors import ConfigError
 
 libtpu = pytest.mark.skipif(
@@ -150,6 +151,18 @@ def small(tmp_path_factory, tiny_config):
     config = {**tiny_config, "hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
     (folder / "config.json").write_text(json.dumps(config))
     return [f"model.path={folder}", "data.seq_len=256", "train.remat=full", "train.batch_size=8"]
+
+
+@pytest.mark.tpu
+@libtpu
+def test_each_slice_holds_a_whole_copy():
+    found = TpuVm().topology("v5e:2x2", None, slices=2)
+    mesh = sharding.make_mesh(load_run("quickstart").mesh, found)
+    assert dict(mesh.shape) == dict.fromkeys(sharding.AXES, 1) | {"replica": 2, "fsdp": 4}
+    for copy in range(2):
+        assert {device.slice_index for device in mesh.devices[copy].flat} == {copy}
+    with pytest.raises(ConfigError, match="v5e:2x2 has 4 devices"):
+        TpuVm().topology("v5e:2x2", 3)
 
 
 @pytest.mark.tpu
