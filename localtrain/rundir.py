@@ -17,14 +17,13 @@ import json
 import logging
 import os
 import re
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from localtrain import processes, storage
+from localtrain import storage
 from localtrain.checkpoint import Checkpoints
 from localtrain.errors import ConfigError, DataError, LocaltrainError, StorageError
 from localtrain.lease import LEASE, Lease
@@ -159,49 +158,6 @@ class RunDirectory:
             if error is None:
                 raise
             log.error("%s", late)  # what went wrong first is what the user must see last
-
-
-def open_together(out: str | None, run: Any, override: bool = False) -> RunDirectory:
-    """`RunDirectory.open` in a run of several processes: the lead decides, holds and writes it.
-
-    The others get what was decided, and a folder of their own that goes away with them, so that
-    nothing else has to know who may write. Raises in all what is raised in the lead.
-    """
-    opened: list[RunDirectory] = []
-
-    def decide() -> dict[str, Any]:
-        home = RunDirectory.open(out, run, override)
-        opened.append(home)
-        name = home.name if storage.is_url(home.name) else os.path.abspath(home.name)
-        return {
-            "name": name,
-            "step": home.step,
-            "finished": home.finished,
-            "resumed": home.resumed,
-            "token": home.token,
-        }
-
-    decided = processes.by_lead(decide)
-    if opened:
-        return opened[0]
-    _check_same(decided["name"], decided["token"])
-    stage = Stage()
-    return RunDirectory(path=stage.path, _stage=stage, **decided)
-
-
-def _check_same(name: str, token: str) -> None:
-    """Checkpoints are written by all processes: DataError where this one sees another folder."""
-    owner = storage.join(name, LEASE if storage.is_url(name) else LOCK)
-    try:
-        same = json.loads(storage.read_bytes(owner)).get("token") == token
-    except (FileNotFoundError, ValueError):
-        same = False
-    if not same:
-        raise StorageError(
-            f"{name}: process {processes.index()} on {socket.gethostname()} does not see the run "
-            f"directory that process 0 opened. In a run of several processes --out has to be on a "
-            f"file system that all hosts share, or a URL."
-        )
 
 
 def find_started(out: str | None, run: Any, override: bool = False) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,10 +27,12 @@ from localtrain.errors import ConfigError, DataError, NonFiniteError, Stopped
 from localtrain.job import Job, compile_job, describe, make_network, run_mesh
 from localtrain.metrics import MetricsWriter, read_metrics
 from localtrain.oom import memory_advice
+from localtrain.outcome import Result, ended, newest_intact, result_of
 from localtrain.progress import Progress, show_stages
-from localtrain.rundir import RunDirectory, open_together
+from localtrain.rundir import RunDirectory
 from localtrain.runtime import StopSignal
-from localtrain.samples import Sampler, code_block, sample_rows
+from localtrain.samples import Sampler, code_block
+from localtrain.shared_rundir import open_together, same_data
 from localtrain.source import Source
 from localtrain.steplog import Profiler, StepLog
 from localtrain.warmstart import find_start
@@ -39,20 +40,6 @@ from localtrain.warmstart import find_start
 log = logging.getLogger(__name__)
 Tree = Any
 TASKS = ("pretrain",)  # what this version can train
-
-
-@dataclass
-class Result:
-    """How a run ended. Losses are means over trained tokens, in nats; None when not measured."""
-
-    out: str
-    step: int = 0
-    start_loss: float | None = None
-    end_loss: float | None = None
-    eval_loss: float | None = None
-    sample: str = ""
-    prompt: str = ""  # how the sample starts
-    facts: dict[str, Any] = field(default_factory=dict)  # of a dry run
 
 
 def train(
@@ -91,8 +78,8 @@ def train(
     network, tokenizer = make_network(run, start.hf, start.name, place), start.tokenizer
     if not dry_run:
         notes += filter(None, [place.initialize(coordinator, num_processes, process_id)])
-    with processes.shared():
-        run_mesh(run, network=network)  # before hours of tokenizing
+    with processes.shared():  # before hours of tokenizing
+        processes.by_lead(lambda: run_mesh(run, network=network) and None)
     if dry_run:
         return Result(out or f"runs/{run.name}", facts=describe(run, network))
     runtime.setup_logging()  # waiting for a lease, or for a store that fails, is told
@@ -103,16 +90,16 @@ def train(
     ):
         stop.nothing_to_save(True)
         runtime.setup_logging(home.path)
-        left = processes.agree(home.finished and not _ended(home, run.train.steps))
+        left = processes.agree(home.finished and not ended(home, run.train.steps))
         told = ["only the last evaluation and the sample are left"] if left else home.notes
         for line in (why, *notes, *told, *start.notes):
             log.info("%s", line)
         if (
             home.finished
             and not left
-            and processes.by_lead(partial(_intact, home)) >= (run.train.steps)
+            and processes.by_lead(partial(newest_intact, home)) >= (run.train.steps)
         ):
-            return _result(home)
+            return result_of(home)
         facts = runtime.host_facts() | {"began": began, "import_s": called - began}
         facts["init_s"] = time.time() - called
         log.info("%s", runtime.describe_host(facts))
@@ -123,6 +110,7 @@ def train(
         heartbeat.note("preparing the data")
         build = partial(prepare, run, tokenizer, cache, show_stages(), stop.event)
         corpus = processes.lead_first(build)
+        same_data(corpus)
         facts["data_s"] = time.monotonic() - clock
         for line in corpus.report():
             log.info("%s", line)
@@ -176,7 +164,7 @@ def _train(
             state = _loop(job, state, feed, corpus, checkpoints, desk, sampler, stop, home)
         finally:
             checkpoints.close()
-        result = _result(home)
+        result = result_of(home)
         if stop.agreed(now=True):
             metrics.event("stop", int(state["step"]), reason=str(stop.reason))
             raise processes.in_all(
@@ -200,11 +188,12 @@ def _start(
     state, meta = checkpoints.restore(None, job.programs.state)
     if changed := explain_difference(meta["data"], corpus.fingerprint):
         if not override:
-            raise DataError(
+            changed_data = DataError(
                 f"the data changed since step {meta['step']} was saved, so the run cannot go on "
                 f"exactly: {changed}. Restore the files, start a new run with another --out, or "
                 f"go on with the new data by --override."
             )
+            raise processes.in_all(changed_data)
         log.warning("--override: the data changed: %s", changed)
     return state, meta["trained_tokens"]
 
@@ -310,33 +299,3 @@ def evaluate(job: Job, params: Tree, corpus: Corpus, stop: StopSignal) -> tuple[
         totals.append(job.evaluate(params, job.place(batch)))
     nll, tokens = np.sum(np.asarray(jax.device_get(totals), np.float64), axis=0)
     return float(nll / max(tokens, 1)), int(tokens)
-
-
-def _ended(home: RunDirectory, steps: int) -> bool:
-    """Whether the last evaluation and the sample were done too; a stop may have come before."""
-    rows = read_metrics(home.path)
-    ended = any(row.get("event") == "end" and row["step"] == steps for row in rows)
-    return ended or home.step > steps
-
-
-def _intact(home: RunDirectory) -> int:
-    """The newest step whose checkpoint is whole; a damaged one is named and trained again."""
-    return home.checkpoints(1).read_meta()[0]
-
-
-def _result(home: RunDirectory) -> Result:
-    """What the log on disk says about the run so far, this attempt and those before."""
-    rows = read_metrics(home.path)
-    losses = [row for row in rows if "loss" in row]
-    evals = [row for row in rows if "eval_loss" in row]
-    samples = sample_rows(rows)
-    last = next((row for row in samples if row["step"] == samples[-1]["step"]), None)
-    return Result(
-        out=home.name,
-        step=losses[-1]["step"] if losses else home.step,
-        start_loss=losses[0]["loss"] if losses else None,
-        end_loss=losses[-1]["loss"] if losses else None,
-        eval_loss=evals[-1]["eval_loss"] if evals else None,
-        sample=last["prompt"] + last["text"] if last else "",
-        prompt=last["prompt"] if last else "",
-    )

@@ -22,7 +22,8 @@ ALLOWED = {
     "backend": {"config", "launcher"},
     "heartbeat": set(),
     "launcher": set(),
-    "processes": {"heartbeat", "launcher"},
+    "rendezvous": {"launcher"},
+    "processes": {"heartbeat", "launcher", "rendezvous"},
     "sharding": BASE,
     "runtime": BASE,
     "oom": BELOW,
@@ -53,6 +54,7 @@ ALLOWED = {
     "lease": BASE | {"lock"},
     "mirror": BASE,
     "rundiff": set(),
+    "shared_rundir": BELOW | {"lock", "lease", "stage", "rundir"},
     "rundir": BELOW
     | {"lock", "lease", "mirror", "stage", "rundiff", "checkpoint", "commit", "metrics"},
 }
@@ -62,6 +64,7 @@ TOP = {
     "parity",
     "warmstart",
     "train",
+    "outcome",
     "job",
     "steplog",
     "samples",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -21,8 +22,8 @@ from localtrain.metrics import read_metrics
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and gloo of Linux")
 # The program, with another bound for silence and for the coordinator.
 PROGRAM = (
-    "from localtrain import heartbeat, processes; heartbeat.SILENT_S = {silent}; "
-    "processes.JOIN_S = {join}; from localtrain.cli import main; main()"
+    "from localtrain import heartbeat, rendezvous; heartbeat.SILENT_S = {silent}; "
+    "rendezvous.JOIN_S = {join}; from localtrain.cli import main; main()"
 )
 
 
@@ -176,15 +177,49 @@ def test_each_process_wrote_its_part_and_all_are_checked(pair):
 
 
 def test_a_run_goes_on_in_another_number_of_processes(folder, alone, tmp_path):
-    """1 -> 2 -> 1: the rows of every step are those of the uninterrupted run."""
+    """1 -> 2: the rows of every step are those of the uninterrupted run."""
     out = tmp_path / "moved"
     run(folder, out, "train.steps=4")
-    run(folder, out, "train.steps=6", count=2)
-    assert Checkpoints(out / "checkpoints").latest() == 6
-    run(folder, out)
+    run(folder, out, count=2)
     assert_same_training(steps(out), steps(alone))
-    at = [row["step"] for row in read_metrics(out) if row.get("event") == "resume"]
-    assert at == [4, 6]
+    assert [row["step"] for row in read_metrics(out) if row.get("event") == "resume"] == [4]
+
+
+@pytest.mark.slow
+def test_four_processes_train_as_one_does_and_hand_over_to_two(folder, alone, tmp_path):
+    out = tmp_path / "four"
+    run(folder, out, "train.steps=4", count=4)
+    run(folder, out, count=2)
+    assert_same_training(steps(out), steps(alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["mesh.tensor=2", "mesh.context=2", "mesh.replica=2"])
+def test_meshes_over_two_processes_train_as_one_does(folder, alone, tmp_path, mesh):
+    """Every process needs all rows (tensor), half of each (context), or half of them (replica)."""
+    out = tmp_path / "mesh"
+    run(folder, out, mesh, "mesh.fsdp=1", count=2)
+    assert_same_training(steps(out), steps(alone))
+    run(folder, out, "train.steps=10")
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_and_trains_the_same(folder, pair, tmp_path):
+    """Either process, also in the middle of a save; the others always end with 7."""
+    out, moments = tmp_path / "anywhere", random.Random(3)
+    goal = ["train.steps=24", "checkpoint.every=1"]
+    for attempt in range(6):
+        started = start(train(folder, out, *goal), 2)
+        wait_for(out, 4 * attempt + 1, started[0])
+        time.sleep(moments.random())
+        victim = attempt % 2
+        started[victim].kill()
+        codes = [code for code, _, _ in finish(started)]
+        assert codes[victim] in (-signal.SIGKILL, 0) and codes[1 - victim] in (7, 0), codes
+    run(folder, out, *goal, count=2)
+    run(folder, tmp_path / "once", *goal)
+    assert_same_training(steps(out), steps(tmp_path / "once"))
+    assert not list((out / "checkpoints").glob("tmp-*"))
 
 
 STATE = """
@@ -249,16 +284,6 @@ def test_what_is_restored_is_bitwise_what_was_saved(tmp_path, counts):
         before = after
 
 
-def assert_goes_on(folder, out, step, count=2):
-    """The next start resumes what was saved, and ends."""
-    saved = Checkpoints(out / "checkpoints").latest()
-    assert saved is not None
-    run(folder, out, f"train.steps={step}", count=count)
-    resumed = [row["step"] for row in read_metrics(out) if row.get("event") == "resume"]
-    assert resumed[-1] == saved and [row["step"] for row in steps(out)] == list(range(1, step + 1))
-    return saved
-
-
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_others_with_7_and_the_run_goes_on(
     folder, pair, tmp_path, victim
@@ -276,7 +301,9 @@ def test_a_killed_process_ends_the_others_with_7_and_the_run_goes_on(
     assert socket.gethostname() in told[0] and "died or was killed" in told[0]
     saved = Checkpoints(out / "checkpoints").latest()
     assert saved is not None
-    assert_goes_on(folder, out, saved + 2)
+    run(folder, out, f"train.steps={saved + 2}")  # alone
+    resumed = [row["step"] for row in read_metrics(out) if row.get("event") == "resume"]
+    assert resumed == [saved] and [row["step"] for row in steps(out)] == list(range(1, saved + 3))
 
 
 def test_a_signal_to_one_saves_in_all_at_the_same_step(folder, pair, tmp_path):
