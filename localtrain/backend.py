@@ -60,6 +60,14 @@ class Backend(Protocol):
         """None when usable on this machine, else the reason: what was looked for, what to do."""
         return None
 
+    def process_environment(self) -> dict[str, str]:
+        """Variables that count only when they are set before the process starts.
+
+        The command line starts itself again with them; what has no say over its process goes on
+        without, so nothing but speed may depend on them.
+        """
+        return {}
+
     def prepare_environment(
         self, run: RunConfig | None = None, devices: int | None = None
     ) -> list[str]:

@@ -354,3 +354,39 @@ def test_a_closed_or_full_output_is_no_traceback(command, code, part):
     line = f"{sys.executable} -m localtrain {command}"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
     assert done.returncode == code and done.stderr.strip() == part
+
+
+PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not PAGES.exists() or "[madvise]" not in PAGES.read_text(),
+    reason="huge pages are given to nobody, or without asking",
+)
+def test_training_starts_itself_again_with_huge_pages_and_the_rest_of_the_command(here):
+    """In the same process, with the same arguments, other tunables of the caller kept."""
+    script = (
+        "import os, sys\n"
+        "from localtrain import train\n"
+        "def told(*_, **__):\n"
+        "    print(os.getpid(), os.environ['GLIBC_TUNABLES'], *sys.argv[1:])\n"
+        "    sys.exit()\n"
+        "train.train = told\n"
+        "from localtrain.cli import main\n"
+        "main()\n"
+    )
+    command = "train", "quickstart", "--backend", "cpu", "data.sources=a b.txt"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=CLEAN | {"GLIBC_TUNABLES": "glibc.malloc.check=0"},
+    )
+    told, _ = child.communicate(timeout=120)
+    tunables = "glibc.malloc.check=0:glibc.malloc.hugetlb=1"
+    assert told == f"{child.pid} {tunables} {' '.join(command)}\n"
+
+
+def test_a_call_within_another_program_does_not_start_that_again(call):
+    code, out, _ = call("train", "quickstart", "--backend", "cpu", "--dry-run")
+    assert code == 0 and "nothing was started" in out

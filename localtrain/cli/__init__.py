@@ -62,17 +62,22 @@ def main(arguments: list[str] | None = None) -> None:
     if os.getpid() == 1:  # of a container: the kernel drops signals that process 1 does not handle,
         # and StopSignal follows seconds later, after jax
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    if arguments is None:
+        sys.exit(run(sys.argv[1:], own=True))
+    sys.exit(run(arguments))
 
 
-def run(arguments: list[str]) -> int:
-    """Run one command; returns the exit code. Every error becomes one paragraph on stderr."""
+def run(arguments: list[str], own: bool = False) -> int:
+    """Run one command; returns the exit code. Every error becomes one paragraph on stderr.
+
+    own: this process was started for it.
+    """
     debug = "--debug" in arguments
     for argument in arguments:
         if not argument.isascii() and any("\ud800" <= char <= "\udfff" for char in argument):
             return _report(f"argument {argument!r} is not valid Unicode; write it in UTF-8", 2)
     try:
-        with app.make_context("localtrain", list(arguments)) as context:
+        with app.make_context("localtrain", list(arguments), obj=own) as context:
             app.invoke(context)
         sys.stdout.flush()
         return 0

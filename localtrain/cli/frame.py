@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +92,15 @@ def open_backend(name: str | None, devices: int | None = None) -> Backend:
     for line in (why, *backend.prepare_environment(None, devices)):
         click.echo(line, err=True)
     return backend
+
+
+def restart_with(variables: dict[str, str]) -> None:
+    """Start this very command again, in the same process, with these variables (if any).
+
+    Not when the command is only a call within somebody else's process.
+    """
+    if variables and click.get_current_context().find_root().obj:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localtrain.cli.frame import Command, backend_options, json_option, print_json, printable
+from localtrain.cli.frame import (
+    Command,
+    backend_options,
+    json_option,
+    print_json,
+    printable,
+    restart_with,
+)
 from localtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,10 +65,11 @@ def _start(
     from localtrain.config import load_run
     from localtrain.launcher import find_place
 
+    place, _ = choose(backend)  # one that cannot be used is refused before jax is loaded
+    restart_with(place.process_environment())  # before a run file from a pipe is read
     loaded = load_run(run, overrides)
     _check_task(loaded.task, task)
     find_place(**group)
-    choose(backend)  # a backend that cannot be used is refused before jax is loaded
     storage.reach(out or "")  # and so is a URL without its package or credentials
 
     from localtrain.goodput import process_start
