@@ -79,6 +79,7 @@ def train(
     if not dry_run:
         notes += filter(None, [place.initialize(coordinator, num_processes, process_id)])
     with processes.shared():  # before hours of tokenizing
+        jax.devices()  # in all processes: they tell each other what they have
         processes.by_lead(lambda: run_mesh(run, network=network) and None)
     if dry_run:
         return Result(out or f"runs/{run.name}", facts=describe(run, network))
