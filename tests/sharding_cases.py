@@ -182,7 +182,7 @@ def programs(devices: int) -> dict:
     for name, sizes, vocab, length, remats in (  # 20480, 512: four chunks of the loss a device
         ("fsdp", {"fsdp": devices}, 20480, 512, ("matmuls",)),
         ("both", {"fsdp": 2, "tensor": 2}, 20480, 512, ("none",)),
-        ("tensor", {"tensor": devices}, 256, 64, ("none", "matmuls", "full")),
+        ("tensor", {"tensor": devices}, 272, 64, ("none", "matmuls", "full")),
     ):
         spec = dataclasses.replace(models()["plain"], vocab=vocab, tied=False)
         for remat in remats:
