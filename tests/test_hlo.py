@@ -103,6 +103,22 @@ def test_attention_kernels_are_named_and_their_hidden_products_counted():
     assert cost.kernel_flops(program, 256) == 2 * product + 5 * product
 
 
+def test_on_gpus_scratch_is_no_traffic_and_the_memory_of_collectives_is_memory():
+    text = """HloModule jit_f
+
+ENTRY %main (x: bf16[64,32]) -> bf16[64,16] {
+  %x = bf16[64,32]{1,0:S(1)} parameter(0)
+  %w = bf16[32,16]{1,0} parameter(1)
+  ROOT %y = (bf16[64,16]{1,0}, s8[4194304]{0}) custom-call(%x, %w), TARGET, DIMS
+}
+"""
+    text = text.replace("TARGET", 'custom_call_target="__cublas$gemm"')
+    dims = 'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
+    program = hlo.read(text.replace("DIMS", dims))
+    assert hlo.memory_bytes(program) == 2 * (64 * 32 + 32 * 16 + 64 * 16)
+    assert program.flops() == 2 * 64 * 32 * 16
+
+
 def test_the_traffic_of_a_compiled_loop_is_one_layer_a_turn():
     """XLA may fuse as it likes: at least each layer's matrix once, far less than all of them."""
     layers, dim = 16, 128

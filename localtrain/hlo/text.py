@@ -23,7 +23,7 @@ class Array:
 
     kind: str
     dims: tuple[int, ...]
-    space: int  # 0: the device's main memory; on TPU 1 is VMEM, others are registers and flags
+    space: int  # 0: the device's main memory; on TPU 1 is VMEM
 
     @property
     def bytes(self) -> int:
@@ -64,11 +64,14 @@ class Instruction:
 
 
 def arrays(written: str) -> list[Array]:
-    """The arrays of a type, in order."""
-    return [
-        Array(kind, numbers(dims), int(space[1]) if (space := _SPACE.search(layout)) else 0)
-        for kind, dims, layout in ARRAY.findall(written)
-    ]
+    """The arrays of a type, in order. Memory spaces are those of TPUs, whose layouts have tiles:
+    on GPUs space 1 is main memory that collectives use."""
+
+    def space(layout: str) -> int:
+        found = _SPACE.search(layout) if "T(" in layout else None
+        return int(found[1]) if found else 0
+
+    return [Array(k, numbers(dims), space(layout)) for k, dims, layout in ARRAY.findall(written)]
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str, int]:

@@ -89,6 +89,8 @@ def _traffic(program: Program, use: Use) -> int:
         return _size(taken[1].arrays) + (part if _size(one.arrays) else 0)
     if one.op == "custom-call" and one.attribute("custom_call_target").startswith(_INTERNAL):
         return 0
+    if one.op == "custom-call" and "gemm" in one.rest:  # its last result is scratch memory
+        return _size(one.arrays[:1]) + sum(_size(other.arrays) for other in taken)
     if one.op != "fusion":
         return _size(one.arrays) + sum(_size(other.arrays) for other in taken)
     body = program.computations.get(_called(one), [])
