@@ -133,18 +133,30 @@ def test_the_traffic_of_a_compiled_loop_is_one_layer_a_turn():
     assert layers * matrix <= hlo.memory_bytes(program) <= 3.5 * layers * matrix
 
 
-def test_bytes_on_the_wire_of_rings_and_of_slices():
-    def one(kind, count, groups, size):
-        return hlo.Collective(kind, count, len(groups[0]), groups, 3, (), "", "")
+SLICES = """HloModule jit_f, num_partitions=4
 
-    inside = ((0, 1, 2, 3), (4, 5, 6, 7))
-    gather = one("all-gather", 1000, inside, 4)
-    assert cost.wire_bytes([gather], per_slice=4) == (3 * 1000 * 3 / 4, 0)
-    reduce = one("all-reduce", 1000, ((0, 4), (1, 5), (2, 6), (3, 7)), 2)
-    assert cost.wire_bytes([reduce], per_slice=4) == (0, 3 * 2 * 1000 / 2)
-    everyone = one("all-reduce", 1000, (tuple(range(8)),), 8)
-    link, network = cost.wire_bytes([everyone], per_slice=4)
-    assert link == 3 * 2 * 1000 * 7 / 8 and network == link * 2 / 8
+ENTRY %main (x: f32[32,8,128]) -> f32[32,8,128] {
+  %x = f32[32,8,128]{2,1,0:T(8,128)} parameter(0)
+  %t = token[] after-all()
+  %g = f32[128,8,128]{2,1,0:T(8,128)} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  %send = (f32[32,8,128]{2,1,0:T(8,128)}, u32[], token[]) send(%x, %t), channel_id=3, MEGASCALE
+  %recv = (f32[32,8,128]{2,1,0:T(8,128)}, u32[], token[]) recv(%t), channel_id=2, MEGASCALE
+  %send-done = token[] send-done(%send), channel_id=3, MEGASCALE
+}
+"""
+
+
+def test_an_exchange_between_slices_is_a_send_through_the_host():
+    written = 'frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}'
+    program = hlo.read(SLICES.replace("MEGASCALE", written))
+    size = 32 * 8 * 128 * 4
+    assert hlo.by_kind(program.collectives()) == {
+        "all-gather": {"count": 1, "bytes": 4 * size},
+        "all-reduce between slices": {"count": 1, "bytes": size},
+    }
+    # a ring: each of n sends (n-1)/n of the whole, for a sum twice that
+    assert cost.wire_bytes(program.collectives(), slices=2) == (4 * size * 3 / 4, 2 * size / 2)
+    assert cost.wire_bytes(program.collectives(), slices=4)[1] == 2 * size * 3 / 4
 
 
 ON_TPU = """

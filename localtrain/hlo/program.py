@@ -57,6 +57,7 @@ class Collective:
     loops: tuple[str, ...]
     type: str
     op_name: str  # where it comes from in the traced program
+    between_slices: bool = False  # TPU: by the hosts, over the network; one of each slice
 
 
 @dataclass
@@ -127,6 +128,10 @@ class Program:
     def _collective(self, use: Use) -> Collective | None:
         one = use.instruction
         kind = one.op.removesuffix("-start")
+        if one.op == "send" and (sent := one.attribute("_xla_megascale_transfer_type")):
+            kind, count = sent.lower().replace("_", "-"), one.arrays[0].bytes
+            name = one.attribute("_xla_host_transfer_rendezvous")
+            return Collective(kind, count, 0, (), use.times, use.loops, one.type, name, True)
         if kind not in KINDS:
             return None
         groups = replica_groups(one.rest)
@@ -196,10 +201,11 @@ def read(text: str) -> Program:
 
 
 def by_kind(collectives: list[Collective]) -> dict[str, dict[str, int]]:
-    """kind -> {count, bytes} on one device in one run of the program."""
+    """kind -> {count, bytes} on one device in one run of the program; between slices apart."""
     found: dict[str, dict[str, int]] = {}
     for one in collectives:
-        row = found.setdefault(one.kind, {"count": 0, "bytes": 0})
+        kind = f"{one.kind} between slices" if one.between_slices else one.kind
+        row = found.setdefault(kind, {"count": 0, "bytes": 0})
         row["count"] += one.times
         row["bytes"] += one.times * one.bytes
     return found

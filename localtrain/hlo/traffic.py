@@ -46,6 +46,8 @@ _INTERNAL = (
     "annotate_device_placement",
     "MoveToHost",
     "MoveToDevice",
+    "SliceId",
+    "ZeroCrop",
 )
 
 
@@ -77,6 +79,8 @@ def _traffic(program: Program, use: Use) -> int:
     taken = [types[name] for name in one.operands if name in types]
     if one.op.endswith(("-done", "-update")):
         return 0
+    if one.op in ("send", "recv"):  # (array, flag, token)
+        return _size(one.arrays[:1])
     if one.op in ("copy-start", "slice-start"):  # (to, from, flag) or ((from), to, flag)
         return sum(_size([array]) for array in one.arrays if array.kind != "u32")
     if one.op.startswith(KINDS):

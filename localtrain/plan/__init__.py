@@ -176,7 +176,7 @@ def _work(
         kind = place.devices[0].device_kind
         fields["how"] = f"not estimated: no figures of {kind} are known, so neither is its MFU"
         return fields
-    time_s = cost.step_time(program, flops, facts, place.slices, len(place.devices))
+    time_s = cost.step_time(program, flops, facts, place.slices)
     model = network.spec.model_flops_per_token(run.data.seq_len) * tokens
     return fields | {
         "step_time_s": time_s.total_s,

@@ -57,11 +57,9 @@ def kernel_flops(program: hlo.Program, seq_len: int) -> float:
     return total
 
 
-def step_time(
-    program: hlo.Program, flops: float, facts: Facts, slices: int, devices: int
-) -> StepTime:
+def step_time(program: hlo.Program, flops: float, facts: Facts, slices: int) -> StepTime:
     """The estimate for a program whose devices have these figures."""
-    link, network = wire_bytes(program.collectives(), max(1, devices // slices))
+    link, network = wire_bytes(program.collectives(), slices)
     how = [
         f"the longer of {flops / 1e12:.3g} TFLOP at {facts.peak_flops / 1e12:.4g} TFLOP/s and "
         f"{hlo.memory_bytes(program) / 1e9:.3g} GB at {facts.memory_bandwidth / 1e9:.4g} GB/s"
@@ -86,24 +84,17 @@ def step_time(
     )
 
 
-def wire_bytes(collectives: list[hlo.Collective], per_slice: int) -> tuple[float, float]:
-    """Bytes that one device sends in a step (to its own slice, to others), rings assumed.
-
-    Of an exchange that spans slices, each device of a slice sends its share to the others.
-    """
+def wire_bytes(collectives: list[hlo.Collective], slices: int) -> tuple[float, float]:
+    """Bytes that one device sends in a step (to its neighbours, to other slices), rings assumed."""
     link = network = 0.0
     for one in collectives:
-        n = one.group_size
+        n = slices if one.between_slices else one.group_size
         factor = 1.0 if one.kind.startswith("collective") else (n - 1) / max(n, 1)
         factor *= 2 if one.kind == "all-reduce" else 1
-        sent = one.times * one.bytes * factor
-        group = one.groups[0] if one.groups else tuple(range(n))
-        parts = {number // per_slice for number in group}
-        if len(parts) > 1:
-            network += sent * len(parts) / n
-            link += sent if n > len(parts) else 0.0
+        if one.between_slices:
+            network += one.times * one.bytes * factor
         else:
-            link += sent
+            link += one.times * one.bytes * factor
     return link, network
 
 
