@@ -11,15 +11,17 @@ SCRIPT = """
 import json
 import jax
 from jax.sharding import AxisType, PartitionSpec as P
-from localtrain.nn import parallel
-from localtrain.nn.parallel import scatter
+from functools import partial
+from localtrain.nn.parallel import in_pieces, scatter
 
 mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 g = jax.random.normal(jax.random.key(0), (4, 8, 12))
-differences = []  # the last two also in pieces: 8 of one row or 12 of one column
+differences = []
 for dim, place in ((0, P("fsdp")), (1, P(None, "fsdp"))):
-    for rows, parallel.BIG in ((1, 1000), (2, 1000), (4, 1000), (2, 1), (4, 1)):
-        local = lambda g: scatter(dim, rows, g[0])
+    for rows, by_rows in ((1, 0), (2, 0), (4, 0), (2, dim), (4, dim)):
+        step = partial(scatter, dim, rows)
+        step = partial(in_pieces, step) if by_rows else step
+        local = lambda g: step(g[0])
         run = jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=place, check_vma=False)
         differences.append(float(abs(jax.jit(run)(g) - g.sum(0)).max()))
 print(json.dumps(differences))
