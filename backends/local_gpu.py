@@ -77,8 +77,8 @@ class LocalGpu(Backend):
         return {"xla_gpu_deterministic_ops": True} if run.train.deterministic else {}
 
     def defaults(self) -> Defaults:
-        """bfloat16: what tensor cores are made for, with float32's range."""
-        return Defaults(dtype="bfloat16")
+        """bfloat16: what tensor cores are made for, with float32's range; cuDNN's attention."""
+        return Defaults(dtype="bfloat16", attention="cudnn")
 
     def facts(self, device_kind: str) -> Facts | None:
         """By the device's name, as jax gives it."""
