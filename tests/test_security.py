@@ -132,6 +132,7 @@ def test_a_weight_index_cannot_name_files_outside(tmp_path, name):
 def test_a_token_index_cannot_name_files_outside(dataset, name):
     index = json.loads((dataset / "index.json").read_bytes())
     index["shards"][0]["name"] = name
+    del index["checksum"]  # whoever can write the file can write that, too
     (dataset / "index.json").write_text(json.dumps(index))
     with pytest.raises(DataError, match="not a plain file name"):
         read_index(str(dataset))
@@ -189,8 +190,8 @@ def test_damaged_token_shards(pristine, position, value, cut):
         path.write_bytes(bad)
         try:
             Dataset(str(pristine / "set"))
-            # what the shards' checksums do not cover is told apart from what was trained
-            assert bad == good or name == "index.json"
+            # white space of the index may differ, what it says may not
+            assert bad == good or json.loads(bad) == json.loads(good)
         except LocaltrainError as error:
             assert str(pristine / "set") in str(error)
         finally:
