@@ -272,6 +272,8 @@ def end(code: int, why: str) -> None:
     """Say why and leave, from any thread. A stderr that blocks cannot hold it up."""
 
     def last_words() -> None:
+        if sys.__stderr__ is not None and sys.__stderr__.isatty():
+            sys.__stderr__.write("\x1b[?25h")  # a live line hides the cursor
         if logging.getLogger("localtrain").hasHandlers():
             log.error("%s", why)
         else:

@@ -79,16 +79,21 @@ def write(folder: Path, leaves: dict[str, np.ndarray | Split], lead: bool) -> li
         place = folder / dotted(name)
         place.mkdir(exist_ok=True)
         split = isinstance(leaf, Split)
-        files = {at: part.tobytes() for at, part in leaf.parts.items()} if split else {}
+        files = {at: _bytes(part) for at, part in leaf.parts.items()} if split else {}
         if lead:
             part_shape = leaf.part_shape if split else leaf.shape
             files[".zarray"] = json.dumps(_zarray(leaf, part_shape)).encode()
             if not split:
-                files[_place([0] * leaf.ndim)] = leaf.tobytes()
+                files[_place([0] * leaf.ndim)] = _bytes(leaf)
         for at, data in files.items():
             (place / at).write_bytes(data)
             written.append(f"{place.name}/{at}")
     return written
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """The bytes of an array in C order, not copied where they lie so."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _zarray(leaf: np.ndarray | Split, part_shape: tuple[int, ...]) -> dict[str, Any]:

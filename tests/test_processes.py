@@ -291,6 +291,8 @@ def test_a_killed_process_ends_the_others_with_7_and_the_run_goes_on(
     out = tmp_path / "killed"
     started = start(train(folder, out, "train.steps=100000"), 2)
     wait_for(out, 6, started[0])
+    while Checkpoints(out / "checkpoints").latest() is None:
+        time.sleep(0.02)
     started[victim].kill()
     done = finish(started)
     assert done[victim][0] == -signal.SIGKILL
