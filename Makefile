@@ -1,5 +1,7 @@
 # `make check` before every change; `make full` runs everything, slow tests included.
 PYTHON ?= python
+# processes that share the suite, file by file
+WORKERS ?= 2
 
 .PHONY: install check lint test full docs wheel
 
@@ -13,7 +15,7 @@ lint:
 	$(PYTHON) -m ruff format --check .
 
 test:
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile
 
 full: lint
 	$(PYTHON) -m pytest -q -m ''
