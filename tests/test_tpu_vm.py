@@ -216,7 +216,7 @@ def qwen():
 def test_qwen_on_16_chips_needs_no_more_than_in_maxtext(qwen):
     """MaxText's own compile of the same: 0.45 GB of arguments and 6.42 of temporaries."""
     memory = qwen["memory_per_device"]
-    assert memory["arguments"] <= 0.45e9 and memory["temporaries"] <= 2.6e9
+    assert memory["arguments"] <= 0.45e9 and memory["temporaries"] <= 2.1e9
     assert qwen["fits"]
 
 
