@@ -42,7 +42,7 @@ class Size(click.ParamType):
     type=click.FloatRange(min=0),
     default=10.0,
     show_default=True,
-    help="How long to look at most; it is also done when the run does not fit. 0: not at all.",
+    help="How long to look (a begun compile is finished), also if it does not fit. 0: not at all.",
 )
 @backend_options
 @json_option
