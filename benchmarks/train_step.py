@@ -8,6 +8,9 @@ cores. Each measurement is a process of its own, so its peak memory is its own; 
 so that what else the machine does meets all of them. The limit beside them is a float32 matrix
 product of 2048 x 2048 x 2048, measured in the same run before each round; "of limit" divides the
 model's FLOPs (forward and backward, nothing recomputed) by it.
+
+`localtrain train` starts itself with huge pages (backends/cpu.py); so does its worker here. With
+--huge-pages the others get them too.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine")
     parser.add_argument("--steps", type=int, help="steps timed in each")
     parser.add_argument("--torch", action="store_true", help="measure transformers + torch too")
+    parser.add_argument("--huge-pages", action="store_true", help="give them to torch too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--worker", choices=("limit", "localtrain", *TORCH), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -57,7 +61,7 @@ def main() -> None:
         print(json.dumps(WORKERS[options.worker](config_of(options.shape), rows, length, steps)))
         return
     engines = ("localtrain", *(TORCH if options.torch else ()))
-    result = compare(options.shape, engines, options.rounds, steps)
+    result = compare(options.shape, engines, options.rounds, steps, options.huge_pages)
     print(json.dumps(result, indent=2) if options.json else table(result))
 
 
@@ -69,7 +73,7 @@ def config_of(shape: str) -> dict:
     return read_hub_config(shape)
 
 
-def compare(shape: str, engines: tuple[str, ...], rounds: int, steps: int) -> dict:
+def compare(shape: str, engines: tuple[str, ...], rounds: int, steps: int, pages: bool) -> dict:
     """All measurements of a shape: {"limit_gflops", "engines": {name: figures}, ...}."""
     from localtrain.models import spec_from
 
@@ -79,7 +83,7 @@ def compare(shape: str, engines: tuple[str, ...], rounds: int, steps: int) -> di
     for _ in range(rounds):
         for name, runs in found.items():
             print(f"{shape}: {name}", file=sys.stderr, flush=True)
-            runs.append(in_a_process(name, shape, steps))
+            runs.append(in_a_process(name, shape, steps, pages or name == "localtrain"))
     limit = max(run["gflops"] for run in found.pop("limit"))
     tokens, flops = rows * length, spec.model_flops_per_token(length)
     figures = {}
@@ -107,9 +111,13 @@ def compare(shape: str, engines: tuple[str, ...], rounds: int, steps: int) -> di
     }
 
 
-def in_a_process(worker: str, shape: str, steps: int) -> dict:
+def in_a_process(worker: str, shape: str, steps: int, pages: bool) -> dict:
+    from localtrain.backend import find
+
     command = [sys.executable, __file__, "--worker", worker, "--shape", shape]
-    done = subprocess.run([*command, "--steps", str(steps)], stdout=subprocess.PIPE, check=True)
+    env = os.environ | (find("cpu").process_environment() if pages else {})
+    command += ["--steps", str(steps)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
 
 

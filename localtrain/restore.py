@@ -26,7 +26,10 @@ class CheckpointReader:
     """A folder or URL with one sub-folder per saved step, for reading.
 
     `without`: a part of the state ("opt") whose files are neither checked nor fetched.
+    `strict`: a damaged newest checkpoint is always an error, as with the argument of that name.
     """
+
+    strict = False
 
     def __init__(self, folder: str | os.PathLike, without: str | None = None):
         self.shelf = open_shelf(folder)
@@ -73,6 +76,7 @@ class CheckpointReader:
         """
         if step is not None:
             return step, self._checked_meta(step)
+        strict |= self.strict
         problems = []
         for candidate in reversed(self.shelf.numbered()):
             try:

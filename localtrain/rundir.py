@@ -57,6 +57,7 @@ class RunDirectory:
     token: str
     notes: list[str] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)  # what `write_model` wrote
+    strict: bool = False  # no falling back to the checkpoint before a damaged one
     _lock: FolderLock | Lease | None = None
     _mirror: Mirror | None = None
     _stage: Stage | None = None
@@ -111,7 +112,9 @@ class RunDirectory:
     def checkpoints(self, keep: int) -> Checkpoints:
         """The checkpoints of this run, to be written under this lock."""
         place = storage.join(self.name, CHECKPOINTS)
-        return Checkpoints(place, keep=keep, token=self.token, guard=self._guard)
+        found = Checkpoints(place, keep=keep, token=self.token, guard=self._guard)
+        found.strict = self.strict
+        return found
 
     def check(self) -> None:
         """Raise BusyError when another process took the directory over; cheap, no request."""

@@ -49,6 +49,7 @@ def train(
     *,
     devices: int | None = None,
     override: bool = False,
+    strict: bool = False,
     dry_run: bool = False,
     began: float | None = None,
     coordinator: str | None = None,
@@ -58,8 +59,9 @@ def train(
     """Train a run to its last step, resuming what is in its directory.
 
     run: a RunConfig, or the name, path or URL of a run file. backend: where (None: the best usable
-    one). out: run directory (None: runs/<name>). began: time.time() at the start of the program,
-    for the account of the time. The last three: see launcher.py. Raises the errors of
+    one). out: run directory (None: runs/<name>). strict: a damaged checkpoint ends the run; else
+    the one before is used, after saying so. began: time.time() at the start of the program, for
+    the account of the time. The last three: see launcher.py. Raises the errors of
     `localtrain.errors`; Stopped (75) when a signal ended it after saving.
     """
     called = time.time()
@@ -89,6 +91,7 @@ def train(
         StopSignal.install() as stop,
         open_together(out, run, override) as home,
     ):
+        home.strict = strict
         stop.nothing_to_save(True)
         runtime.setup_logging(home.path)
         left = processes.agree(home.finished and not ended(home, run.train.steps))

@@ -263,7 +263,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, straig
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    done = run(folder, out, "train.steps=14", "checkpoint.every=4", "eval.every=0")
+    more = ["train.steps=14", "checkpoint.every=4", "eval.every=0"]
+    rows_before = (out / "metrics.jsonl").read_bytes()
+    assert victim.name in run(folder, out, *more, "--strict", code=3).stderr
+    assert (out / "metrics.jsonl").read_bytes() == rows_before
+    done = run(folder, out, *more)
     assert victim.name in done.stderr and "Falling back to step 8" in done.stderr
     assert [e["step"] for e in events(out) if e["event"] == "resume"] == [8]
 
@@ -275,6 +279,7 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_trains_it_again(
     shutil.copytree(straight[0], out)
     victim = max((out / "checkpoints" / "20").rglob("*"), key=lambda f: f.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-1])
+    assert victim.name in run(folder, out, "--strict", code=3).stderr
     assert victim.name in run(folder, out).stderr
     assert_equal_runs(out, straight[0])
 
