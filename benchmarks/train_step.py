@@ -162,6 +162,15 @@ def measure_limit(config: dict, rows: int, length: int, steps: int) -> dict:
 
 
 def ours(config: dict, rows: int, length: int, steps: int) -> dict:
+    return timed(build(config, rows, length)[0], steps)
+
+
+def prepare(shape: str) -> tuple[Callable[[], float], str]:
+    """(one step of localtrain, which returns its loss; the text of its compiled program)."""
+    return build(config_of(shape), *SHAPES[shape][:2])
+
+
+def build(config: dict, rows: int, length: int) -> tuple[Callable[[], float], str]:
     """The very program that `localtrain train` runs, on one batch."""
     import numpy as np
 
@@ -188,7 +197,7 @@ def ours(config: dict, rows: int, length: int, steps: int) -> dict:
         count += 1
         return float(metrics["loss"])
 
-    return timed(step, steps)
+    return step, job.step.as_text()
 
 
 def random_batch(config: dict, rows: int, length: int) -> dict:
