@@ -175,9 +175,11 @@ class _Ballot:
 
     def __init__(self) -> None:
         import jax
-        from jax.sharding import AxisType, NamedSharding, PartitionSpec
+        import numpy as np
+        from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-        mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
+        # not jax.make_mesh: it refuses GPUs of several hosts
+        mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
         self._split = NamedSharding(mesh, PartitionSpec("all"))
         self._sum = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._cast: list[Any] = []  # outcomes that were not looked at

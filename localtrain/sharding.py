@@ -225,7 +225,9 @@ def make_mesh(mesh: MeshConfig, devices: Sequence[jax.Device] | None = None) -> 
             raise ConfigError(f"the slices have {counts} devices: a mesh needs equal slices")
     sizes = mesh_sizes(mesh, len(devices), slices)
     if slices == 1:
-        return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=devices)
+        # jax.make_mesh refuses GPUs of several hosts, and splits no torus axis but on v5e
+        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=kinds)
     if mesh.replica == 1:
         log.info("%d slices, each with a whole copy: mesh.replica = %d", slices, sizes[0])
     inside = (sizes[0] // slices, *sizes[1:])

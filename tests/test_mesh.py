@@ -75,6 +75,35 @@ def test_over_slices_replica_is_outside_and_all_else_within_one(sizes, shape):
     assert copies == [{0}] * half + [{1}] * half
 
 
+def test_gpus_of_several_hosts_make_one_mesh_with_the_inner_axes_within_a_host():
+    """To jax each GPU host is a slice of its own."""
+    gpus = [
+        Chip(i, i // 8, (i, 0, 0), process_index=i // 8, platform="gpu", device_kind="H100")
+        for i in range(16)
+    ]
+    mesh = sharding.make_mesh(mesh_config(tensor=8), gpus)
+    assert mesh.devices.shape == (1, 2, 1, 1, 8)
+    assert [{gpu.slice_index for gpu in part.flat} for part in mesh.devices[0]] == [{0}, {1}]
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v6 lite"])
+def test_an_axis_of_the_torus_may_be_split_over_two_of_the_mesh(kind):
+    grid = [Chip(i, 0, (i % 4, i // 4, 0), device_kind=kind) for i in range(16)]
+    mesh = sharding.make_mesh(mesh_config(tensor=2), grid)
+    assert mesh.devices.shape == (1, 8, 1, 1, 2)
+    assert {chip.id for chip in mesh.devices.flat} == set(range(16))
+    for pair in mesh.devices.reshape(8, 2):  # neighbours on the torus
+        apart = np.abs(np.subtract(pair[0].coords, pair[1].coords))
+        assert np.minimum(apart, 4 - apart).sum() == 1
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_other_devices_stay_in_their_order(count):
+    cpus = [Chip(i, 0, (0, 0, 0), platform="cpu", device_kind="cpu") for i in range(count)]
+    mesh = sharding.make_mesh(mesh_config(), cpus)
+    assert list(mesh.devices.flat) == cpus and mesh.shape["fsdp"] == count
+
+
 @pytest.mark.parametrize(
     ("sizes", "devices", "words"),
     [
