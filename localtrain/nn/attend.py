@@ -1,9 +1,10 @@
 """Softmax attention of a sequence over itself: the one place that chooses a kernel.
 
 A key is visible to a query of the same segment at the same or a later place, inside the window.
-Segment 0 is padding: nothing sees it, and it sees nothing. The T x S matrix is never formed. A
-kernel of the machine (`Policy.attention`) is used where it can do what a layer asks for; the
-blockwise one in plain JAX can do everything, everywhere. Decoding is in cached.py.
+Segment 0 is padding: nothing sees it, and it sees nothing. The T x S scores are never formed; cuDNN
+takes documents as a T x S mask (see cudnn.py). A kernel of the machine (`Policy.attention`) is used
+where it can do what a layer asks for; the blockwise one in plain JAX can do everything, everywhere.
+Decoding is in cached.py.
 """
 
 from __future__ import annotations

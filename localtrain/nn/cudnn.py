@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 LONGEST = 8192  # tokens: 134 MB of mask a row, 16 kB a token
 HEAD_DIM = 128  # before Hopper; Hopper's 256 is not used
+CAPABILITY = 8.0  # Ampere: cuDNN has no flash kernels for a T4, an RTX 20xx or a V100
 
 
 def unfit(case: Case) -> str | None:
     """Why these kernels cannot do a case of `attend`."""
+    found = capability()
+    if found is not None and found < CAPABILITY:
+        return f"cuDNN's needs compute capability {CAPABILITY}; this GPU has {found}"
     if case.ways > 1:
         return "rows are split over devices (mesh.context)"
     if case.softcap is not None:
@@ -39,6 +43,12 @@ def unfit(case: Case) -> str | None:
     if case.dtype not in ("bfloat16", "float16"):
         return f"cuDNN has no {case.dtype}"
     return None
+
+
+def capability() -> float | None:
+    """Of this process's GPU. None: no GPU is here, as when a program is compiled for a card."""
+    found = getattr(jax.local_devices()[0], "compute_capability", None)
+    return None if found is None else float(found)
 
 
 def flash(

@@ -1,6 +1,7 @@
 """The attention kernels against the plain T x S form, values and gradients."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -264,3 +265,21 @@ def test_cudnn_is_used_where_it_can_and_the_reason_is_told_where_not(case, word)
     name, reason = choose("cudnn", case)
     assert name == ("cudnn" if word is None else "blockwise")
     assert reason is None if word is None else word in reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        ("7.5", "blockwise"),
+        ("7.0", "blockwise"),
+        ("8.0", "cudnn"),
+        ("12.0", "cudnn"),
+        (None, "cudnn"),
+    ],
+)
+def test_gpus_before_ampere_do_not_get_cudnn(monkeypatch, capability, name):
+    gpu = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    chosen, reason = choose("cudnn", Case(2048, 64, 64))
+    assert chosen == name
+    assert name == "cudnn" or f"this GPU has {capability}" in reason
