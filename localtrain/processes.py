@@ -66,7 +66,7 @@ def join(
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM over
-    jax.config.update("jax_check_proxy_envs", False)  # `_check_way` sees to it
+    jax.config.update("jax_check_proxy_envs", False)  # `rendezvous.meet` sees to it
     with rendezvous.over_jax():
         if place is None:
             jax.distributed.initialize(heartbeat_timeout_seconds=rendezvous.HEARTBEAT_S)
@@ -76,7 +76,7 @@ def join(
                 found.coordinator_address, found.num_processes, found.process_id, "the platform"
             )
         else:
-            rendezvous.check_way(place)
+            rendezvous.meet(place)
             rendezvous.connect(place, local_devices)
     _place = place
     if place.count > 1:

@@ -22,7 +22,7 @@ ALLOWED = {
     "backend": {"config", "launcher"},
     "heartbeat": set(),
     "launcher": set(),
-    "rendezvous": {"launcher"},
+    "rendezvous": {"heartbeat", "launcher"},
     "processes": {"heartbeat", "launcher", "rendezvous"},
     "sharding": BASE,
     "runtime": BASE,

@@ -1,5 +1,6 @@
 """Real processes of one run on this machine: they train as one, and when one dies all end."""
 
+import contextlib
 import json
 import os
 import random
@@ -351,6 +352,82 @@ def test_a_coordinator_that_nobody_answers_for_is_one_paragraph(folder, tmp_path
     (done,) = finish(start(train(folder, tmp_path / "x"), 2, join=1.0, first=1))
     assert done[0] == 7 and "Traceback" not in done[2]
     assert "did not answer within 1 s" in done[2] and "--coordinator names it" in done[2]
+
+
+def one_paragraph(err):
+    """No traceback of Python, no stack of C++."""
+    assert "Traceback" not in err and "***" not in err and err.count("error: ") == 1, err
+    return err
+
+
+def test_who_waits_in_vain_for_the_others_says_who_is_missing(folder, tmp_path):
+    """Process 0 and 2 of 4; both are told."""
+    port = free_port()
+    first = start(train(folder, tmp_path / "x"), 4, join=4.0, port=port)
+    for process in (first[1], first[3]):
+        process.kill()
+    done = finish(first)
+    for code, _, err in (done[0], done[2]):
+        assert code == 7, err
+        assert re.search(r"did not come to .* within 4 s: 1, 3\.", one_paragraph(err))
+    assert "process 2 of 4" in done[2][2]
+
+
+def test_who_is_lost_between_roll_call_and_jax_ends_the_wait(folder, tmp_path):
+    """Somebody says to be process 1 and goes: jaxlib itself would abort."""
+    port = free_port()
+    started = start(train(folder, tmp_path / "x"), 2, join=5.0, port=port)
+    started[1].kill()
+    with reach(port) as link:
+        link.sendall(b"localtrain-hello 1 2\n")
+        assert link.makefile().readlines() == ["localtrain-wait\n", "localtrain-go\n"]
+    ((code, _, err), _) = finish(started)
+    assert code == 7, err
+    assert "not all processes came to" in one_paragraph(err)
+
+
+def reach(port):
+    """A connection to a port that opens some time."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=60)
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_a_second_start_with_the_same_port_leaves_the_run_alone(folder, pair, tmp_path):
+    out, port = tmp_path / "first", free_port()
+    started = start(train(folder, out, "train.steps=100000"), 2, port=port)
+    wait_for(out, 3, started[0])
+    lead, other = finish(start(train(folder, tmp_path / "second"), 2, port=port))
+    assert lead[0] == 2 and "another program uses it" in one_paragraph(lead[2])
+    assert other[0] == 2 and "a run that has already begun" in one_paragraph(other[2])
+    wait_for(out, steps(out)[-1]["step"] + 3, started[0])
+    started[0].send_signal(signal.SIGTERM)
+    assert [code for code, _, _ in finish(started)] == [75, 75]
+
+
+def test_a_number_twice_and_another_count_are_refused(folder, tmp_path):
+    """And what is no process of a run does not disturb."""
+    port = free_port()
+    started = start(train(folder, tmp_path / "x"), 3, join=6.0, port=port)
+    for process in started[1:]:
+        process.kill()
+    said = []
+    with reach(port) as stays:
+        stays.sendall(b"localtrain-hello 1 3\n")
+        assert stays.recv(100) == b"localtrain-wait\n"
+        lines = ("hello 1 3", "hello 2 4", "hello 0 3", "hello x y", "[" * 5000)
+        for line in lines:
+            with reach(port) as link:
+                link.sendall(f"localtrain-{line}\n".encode())
+                with contextlib.suppress(ConnectionError):
+                    said.append(link.makefile().read())
+    assert "process 1 is already there" in said[0] and "--num-processes 3" in said[1]
+    assert "--num-processes 3" in said[2] and set(said[3:]) <= {""}
+    assert finish(started)[0][0] == 7
 
 
 def test_a_port_in_use_is_refused(folder, tmp_path):
