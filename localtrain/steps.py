@@ -173,12 +173,14 @@ def _sums(network: Network, run: RunConfig, pieces: int, params: Tree, batch: Ba
         loss, grads = micro(piece)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (loss, grads)), None
 
-    rows = batch["tokens"].shape[0]
-    split = jax.tree.map(
-        lambda x: x.reshape(rows // pieces, pieces, *x.shape[1:]).swapaxes(0, 1), batch
-    )
+    split = _split(batch, pieces)
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     return lax.scan(accumulate, (jnp.zeros((), jnp.float32), zeros), split)[0]
+
+
+def _split(batch: Batch, pieces: int) -> Batch:
+    """Micro-batches on a leading axis, [pieces, rows / pieces, T]."""
+    return jax.tree.map(lambda x: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
 def train_step(
@@ -215,15 +217,25 @@ def train_step(
 def eval_step(
     network: Network, run: RunConfig, params: Tree, batch: Batch, mesh: Mesh | None = None
 ) -> jax.Array:
-    """[sum of nll, trained tokens] of one batch, float32."""
+    """[sum of nll, trained tokens] of one batch, float32; micro-batch by micro-batch, as training
+    does it: else it could need more memory than a step."""
+    rows = batch["tokens"].shape[0]
+    pieces = rows // (run.train.micro_batch or rows)
 
-    def local(params: Tree, batch: Batch) -> jax.Array:
-        batch = jax.tree.map(balance, batch)
+    def micro(params: Tree, batch: Batch) -> jax.Array:
         context = Context(batch["tokens"], batch["positions"], batch["segments"])
         h_BTD = network.hidden(params, context)
         w, head = _head(network, params)
         _, nll = weighted_nll_sum(head, w, h_BTD, batch["labels"], batch["weights"])
-        return total(jnp.stack([nll, jnp.sum(batch["weights"])]), BATCH_AXES)
+        return jnp.stack([nll, jnp.sum(batch["weights"])])
+
+    def local(params: Tree, batch: Batch) -> jax.Array:
+        split = _split(jax.tree.map(balance, batch), pieces)
+        if pieces == 1:
+            sums = micro(params, jax.tree.map(lambda x: x[0], split))
+        else:
+            sums = lax.map(partial(micro, params), split).sum(0)
+        return total(sums, BATCH_AXES)
 
     if mesh is None or mesh.size == 1:
         return local(params, batch)

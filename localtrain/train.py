@@ -87,8 +87,8 @@ def train(
         return Result(out or f"runs/{run.name}", facts=describe(run, network))
     runtime.setup_logging()  # waiting for a lease, or for a store that fails, is told
     with (
-        processes.shared(last=True),
         StopSignal.install() as stop,
+        processes.shared(last=True),
         open_together(out, run, override) as home,
     ):
         home.strict = strict
@@ -272,6 +272,8 @@ def _loop(
             if save_due or eval_due or stopping:
                 desk.read()
                 evaluate_if_due(state, step)
+                if eval_due and not stopping:  # a signal that cut it: no step more, or it is lost
+                    stopping = stop.agreed(now=True)
                 if save_due:
                     save(state, step, block=last)
                     saved, saved_at = step, time.monotonic()

@@ -225,3 +225,16 @@ def test_eval_loss_does_not_depend_on_the_batch_size(network, params):
         parts += np.asarray(evaluate(piece), np.float64)
     np.testing.assert_allclose(parts, whole, rtol=1e-6)
     assert parts[1] == batch["weights"].sum()
+
+
+def test_evaluation_takes_micro_batches_too(network, params):
+    """In less memory, then: the run that `plan` calls fitting must fit when it evaluates."""
+    batch, run, small = make_batch(), make_run(), make_run(micro_batch=2)
+    programs = [
+        jax.jit(lambda b, run=run: steps.eval_step(network, run, params, b)).lower(batch).compile()
+        for run in (run, small)
+    ]
+    whole, pieces = (np.asarray(program(batch)) for program in programs)
+    np.testing.assert_allclose(pieces, whole, rtol=1e-6)
+    room = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    assert room[1] < 0.6 * room[0]

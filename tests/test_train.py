@@ -224,6 +224,29 @@ def test_a_signal_saves_exits_75_and_the_same_command_goes_on(folder, straight, 
     assert_equal_runs(out, straight[0])
 
 
+def test_an_evaluation_that_a_signal_cuts_is_done_again_at_the_resume(folder, straight, tmp_path):
+    """No step may come between: later ones would be evaluated with other weights."""
+    script = (
+        "import os, signal\n"
+        "from localtrain import train\n"
+        "whole = train.evaluate\n"
+        "def cut(job, params, corpus, stop):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    assert stop.event.wait(60)\n"
+        "    return whole(job, params, corpus, stop)\n"
+        "train.evaluate = cut\n"
+        "from localtrain.cli import main\n"
+        "main()\n"
+    )
+    out = tmp_path / "cut"
+    program = [sys.executable, "-c", script, *command(folder, out)[3:]]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 75, done.stderr[-2000:]
+    assert Checkpoints(out / "checkpoints").latest() == 7  # of `eval.every`
+    run(folder, out)
+    assert_equal_runs(out, straight[0])
+
+
 def test_a_signal_during_the_first_compile_ends_at_once(folder, tmp_path):
     out = tmp_path / "early"
     process = start(folder, out, "train.remat=full")

@@ -53,7 +53,7 @@ def _crossed(pattern: str) -> list[str]:
 
 
 def _refuse(error: OSError) -> None:
-    if isinstance(error, PermissionError):  # others: it went away meanwhile
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):  # it went away meanwhile
         raise error
 
 

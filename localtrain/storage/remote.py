@@ -332,8 +332,12 @@ def remove_tree(path: str) -> None:
 
 def _in_parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for done in [pool.submit(work, item) for item in items]:
-            done.result()
+        try:
+            for done in [pool.submit(work, item) for item in items]:
+                done.result()
+        except BaseException:  # the rest would each be tried for minutes too
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _make_parent(filesystem: Any, path: str, key: str) -> None:
