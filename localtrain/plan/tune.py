@@ -1,10 +1,10 @@
 """The fastest setting of a run that fits: rows at once, remat, mesh, and types of the state.
 
 The batch, the model and the data stay as they are, so the training is the same but for what is
-stored in bfloat16, which is tried last. All settings are put in the order of a cheap estimate of
-their time; each is compiled once, from the fastest on, and what was learned about memory strikes
-out others of the same kind. The search ends at the first that fits, with figures of the device
-after two more that might be faster, or at its time limit.
+newly stored in bfloat16; that is tried only where nothing else fits, and is said. Settings are put
+in the order of a cheap estimate of their time; each is compiled once, from the fastest on, and what
+was learned about memory strikes out others of the same kind. The search ends at the first that
+fits, with figures of the device after two more that might be faster, or at its time limit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import jax
 
 from localtrain.config import RunConfig
 from localtrain.errors import ConfigError
@@ -29,7 +31,7 @@ _NEAR = 1.15  # no setting is tried whose estimate is so much above that of the 
 _REMAT = {"none": 1.0, "matmuls": 1.08, "full": 1.33}
 # Kept of a token and layer, in values of the model's dim: the residual; products; all.
 _KEPT = {"full": 1.0, "matmuls": 12.0, "none": 24.0}
-# Storing in bfloat16 changes the training, so it has to be worth something.
+# Of settings that newly store in bfloat16, the one that rounds what matters less comes first.
 _BFLOAT16 = {"optim.state_dtype": 1.10, "train.param_dtype": 1.20}
 
 
@@ -41,6 +43,7 @@ class Setting:
     cost: float  # beside the fastest
     state: float  # bytes of parameters, moments and sums of gradients
     activations: float  # bytes, before anything is learned from a compile
+    rounded: tuple[str, ...] = ()  # keys that are newly bfloat16: the training is not the same
 
     @property
     def kind(self) -> str:
@@ -64,7 +67,7 @@ def search(
     learned: dict[str, float] = {}
     as_it_is = setting_of(run, place, first.parameters, now)
     _learn(learned, as_it_is, first)
-    best, changes, cost, after = (first if first.fits else None), now, as_it_is.cost, 0
+    best, chosen, after = (first if first.fits else None), as_it_is, 0
     waiting = list(settings(run, place, first.parameters))
     progress(
         f"looking for the fastest setting that fits: {len(waiting)} settings, at most "
@@ -77,47 +80,52 @@ def search(
             progress("the time is over")
             break
         known = best is not None and best.step_time_s is not None  # else the estimate decides
-        if best is not None and (not known or after >= _MORE or setting.cost > _NEAR * cost):
+        if best is not None and (not known or after >= _MORE or _is_worse(setting, chosen)):
             break
         try:
             found = compile_for(_with(run, setting.changes), start, place)
         except ConfigError:  # a mesh that this model or batch cannot have
             continue
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            said = str(error).partition("\n")[0]
+            progress(f"{_line(setting.changes, now)}: left out, the compiler says: {said}")
+            continue
         _learn(learned, setting, found)
         progress(f"{_line(setting.changes, now)}: {_verdict(found)}")
         after += found.fits and best is not None
         if found.fits and (best is None or _faster(found, best)):
-            best, changes, cost = found, setting.changes, setting.cost
-    if best is None or changes == now:
+            best, chosen = found, setting
+    if best is None or chosen.changes == now:
         return None
-    return as_lines({key: value for key, value in changes.items() if value != now[key]})
+    new = {key: value for key, value in chosen.changes.items() if value != now[key]}
+    return _warning(chosen) + as_lines(new)
 
 
 def settings(run: RunConfig, place: Place, parameters: int) -> Iterator[Setting]:
-    """Every candidate, the fastest by estimate first."""
-    meshes = [{}] + [
-        {"mesh.fsdp": -1, "mesh.tensor": ways}
-        for ways in (2, 4, 8)
-        if len(place.devices) % ways == 0 and len(place.devices) > ways
-    ]
-    rows = run.train.batch_size
-    pieces = [n for n in range(1, rows + 1) if rows % n == 0 and n & (n - 1) == 0]
-    dtypes = ("float32", "bfloat16")
-    found = []
+    """Every candidate: those that round as the run does before others, then the fastest first."""
+    now, count, rows = current(run), len(place.devices), run.train.batch_size
+    splits = [n for n in (1, 2, 4, 8) if count % n == 0 and n < max(count, 2)]
+    meshes = [{}] + [{"mesh.fsdp": -1, "mesh.tensor": n} for n in splits]
+    pieces = [n for n in range(1, rows + 1) if rows % n == 0]
+    moment_types = dict.fromkeys([run.optim.state_dtype, "bfloat16"])
+    if run.optim.name == "sgd":
+        moment_types = dict.fromkeys([run.optim.state_dtype])
+    param_types = dict.fromkeys([run.train.param_dtype, "bfloat16"])
+    found: dict[Any, Setting] = {}
     for mesh, piece, remat, moments, params in itertools.product(
-        meshes, pieces, _REMAT, dtypes, dtypes
+        meshes, pieces, _REMAT, moment_types, param_types
     ):
-        if run.optim.name == "sgd" and moments != run.optim.state_dtype:
-            continue
-        changes = current(run) | mesh
+        changes = now | mesh
         changes["train.micro_batch"] = None if piece == 1 else rows // piece
         changes |= {"train.remat": remat, "optim.state_dtype": moments, "train.param_dtype": params}
         try:
-            run_mesh(_with(run, changes), place.devices)
-        except ConfigError:
+            shape = run_mesh(_with(run, changes), place.devices).shape
+        except (ConfigError, NotImplementedError):  # rows or a torus that cannot be split so
             continue
-        found.append(setting_of(run, place, parameters, changes))
-    yield from sorted(found, key=lambda setting: setting.cost)
+        # the run's own words for a mesh come first, and others for the same are left out
+        same = (*shape.values(), piece, remat, moments, params)
+        found.setdefault(same, setting_of(run, place, parameters, changes))
+    yield from sorted(found.values(), key=lambda setting: (len(setting.rounded), setting.cost))
 
 
 def setting_of(run: RunConfig, place: Place, parameters: int, changes: dict[str, Any]) -> Setting:
@@ -134,10 +142,11 @@ def setting_of(run: RunConfig, place: Place, parameters: int, changes: dict[str,
     # dim x layers of a dense model: 12 x layers x dim^2 parameters, and layers about dim / 128
     width = (parameters / 12) ** (2 / 3) / 5
     cost = _REMAT[changes["train.remat"]] * (1 + 0.03 * (pieces - 1)) * (1 + 0.1 * (tensor > 1))
-    for key, factor in _BFLOAT16.items():
-        if changes[key] == "bfloat16" != current(run)[key]:
-            cost *= factor
-    return Setting(changes, cost, state, 2 * _KEPT[changes["train.remat"]] * tokens * width)
+    rounded = tuple(key for key in _BFLOAT16 if changes[key] == "bfloat16" != current(run)[key])
+    for key in rounded:
+        cost *= _BFLOAT16[key]
+    activations = 2 * _KEPT[changes["train.remat"]] * tokens * width
+    return Setting(changes, cost, state, activations, rounded)
 
 
 def current(run: RunConfig) -> dict[str, Any]:
@@ -182,6 +191,18 @@ def _cannot_fit(setting: Setting, available: int, learned: dict[str, float]) -> 
     """By its state alone, or by most of what settings of its kind took."""
     ratio = learned.get(setting.kind, 0.0)
     return setting.state + 0.95 * ratio * setting.activations > available
+
+
+def _is_worse(setting: Setting, chosen: Setting) -> bool:
+    """Not worth a compile where `chosen` fits."""
+    return len(setting.rounded) > len(chosen.rounded) or setting.cost > _NEAR * chosen.cost
+
+
+def _warning(chosen: Setting) -> str:
+    """A comment above the lines of a run file whose training is not quite the same."""
+    if not chosen.rounded:
+        return ""
+    return f"# not the same training: {' and '.join(chosen.rounded)} round to bfloat16\n"
 
 
 def _faster(one: Plan, other: Plan) -> bool:
