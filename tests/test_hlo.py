@@ -100,7 +100,19 @@ def test_attention_kernels_are_named_and_their_hidden_products_counted():
     program = hlo.read(GPU.replace("CUDNN", 'custom_call_target="__cudnn$fmhaSoftmax'))
     assert hlo.kernels(program) == {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 1}
     product = 2 * 2 * 4 * (256 * 256 // 2) * 64  # rows, heads, pairs of a causal row, head_dim
-    assert cost.kernel_flops(program, 256) == 2 * product + 5 * product
+    assert cost.kernel_flops(program, 256 / 2) == 2 * product + 5 * product
+
+
+def test_the_mask_of_packed_documents_is_not_taken_for_the_queries():
+    mask = (
+        "  %m = bf16[2,1,4096,4096]{3,2,1,0} parameter(1)\n  %i = s32[9,9,9]{2,1,0} parameter(2)\n"
+    )
+    text = GPU.replace("256", "4096").replace("  %f =", mask + "  %f =")
+    text = text.replace("(%q, %q, %q)", "(%i, %q, %q, %q, %m)")
+    text = text.replace("(%q, %q, %q, %o)", "(%q, %q, %q, %m, %o)")
+    text = text.replace("CUDNN", 'custom_call_target="__cudnn$fmhaScaleBiasSoftmax')
+    queries = 2 * 4 * 4096 * 64
+    assert cost.kernel_flops(hlo.read(text), 4096 / 2) == (2 + 5) * 2 * queries * 4096 / 2
 
 
 def test_on_gpus_scratch_is_no_traffic_and_the_memory_of_collectives_is_memory():

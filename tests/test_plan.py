@@ -208,6 +208,10 @@ def test_json_has_the_contracts_keys_and_no_null(tiny, capfd):
         (["--device", "rtx-3060-12gb", "--backend", "cpu"], ("backend cpu has no machine",)),
         (["--memory", "lots"], ("'lots' is not a size such as 8GB",)),
         (["--memory", "0"], ("is not a size",)),
+        (["--memory", "9" * 400], ("is not a number of bytes",)),
+        (["--memory", "0.1"], ("is not a number of bytes",)),
+        (["--minutes", "nan"], ("nan is not a number of minutes",)),
+        (["--minutes", "inf"], ("inf is not a number of minutes",)),
     ],
 )
 def test_mistakes_are_one_paragraph_and_exit_2(arguments, parts, capfd):

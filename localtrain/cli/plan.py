@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import TYPE_CHECKING
@@ -26,7 +27,20 @@ class Size(click.ParamType):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).strip().lower())
         if match is None or (match[3] and not match[2]) or float(match[1]) == 0:
             self.fail(f"'{value}' is not a size such as 8GB or 7.5GiB", param, ctx)
-        return int(float(match[1]) * (_BINARY if match[3] else _UNITS)[match[2]])
+        size = float(match[1]) * (_BINARY if match[3] else _UNITS)[match[2]]
+        if not (math.isfinite(size) and size >= 1):
+            self.fail(f"'{str(value)[:40]}' is not a number of bytes that a device has", param, ctx)
+        return int(size)
+
+
+class Minutes(click.FloatRange):
+    """A time that ends."""
+
+    def convert(self, value, param, ctx) -> float:
+        minutes = float(super().convert(value, param, ctx))
+        if not math.isfinite(minutes):
+            self.fail(f"{value} is not a number of minutes such as 10", param, ctx)
+        return minutes
 
 
 @click.command(cls=Command)
@@ -39,7 +53,7 @@ class Size(click.ParamType):
 @click.option("--tune", is_flag=True, help="Look for the fastest setting that fits.")
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0),
+    type=Minutes(min=0),
     default=10.0,
     show_default=True,
     help="How long to look (a begun compile is finished), also if it does not fit. 0: not at all.",

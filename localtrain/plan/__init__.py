@@ -28,6 +28,7 @@ from localtrain.job import (
     memory_by_class,
     run_mesh,
 )
+from localtrain.nn.spec import Gqa, Model
 from localtrain.oom import is_out_of_memory, needed_bytes, remedies
 from localtrain.plan import cost
 from localtrain.plan.place import Place, elsewhere, here, targets
@@ -167,7 +168,7 @@ def _work(
     }
     if program is None:
         return fields
-    flops = program.flops() + cost.kernel_flops(program, run.data.seq_len)
+    flops = program.flops() + cost.kernel_flops(program, _keys(network.spec, run.data.seq_len))
     fields["flops_per_step"] = flops * len(place.devices)
     fields["memory_bytes_per_step"] = hlo.memory_bytes(program)
     fields["collectives"] = hlo.by_kind(program.collectives())
@@ -190,6 +191,12 @@ def _work(
         "tokens_per_day": tokens / time_s.total_s * 86400,
         "mfu": model / time_s.total_s / facts.peak_flops / len(place.devices),
     }
+
+
+def _keys(spec: Model, seq_len: int) -> float:
+    """Keys that a query of an attention layer sees, in the mean of places and layers."""
+    seen = [m.mixer.keys_per_query(seq_len) for m in spec.layers if isinstance(m.mixer, Gqa)]
+    return sum(seen) / max(len(seen), 1)
 
 
 def _refused(known: dict[str, int], message: str, available: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ the peak and schedulers hide exchanges, so it is a scale for comparing settings,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from localtrain import hlo
@@ -35,8 +36,8 @@ class StepTime:
         return max(self.arithmetic_s, self.memory_s) + self.link_s + self.network_s
 
 
-def kernel_flops(program: hlo.Program, seq_len: int) -> float:
-    """FLOPs of attention kernels on one device; half the pairs of a causal row are skipped."""
+def kernel_flops(program: hlo.Program, keys: float) -> float:
+    """FLOPs of attention kernels on one device, where a query sees so many keys in the mean."""
     total = 0.0
     separate = any("_dq" in name for name in hlo.kernels(program))
     for use in program.walk():
@@ -51,9 +52,10 @@ def kernel_flops(program: hlo.Program, seq_len: int) -> float:
             else next((word for word in _PRODUCTS if word in name), "fwd")
         )
         types = {i.name: i for i in program.computations[use.computation]}
-        taken = [a for n in one.operands if n in types for a in types[n].arrays if len(a.dims) > 2]
-        queries = max((_size(array.dims) for array in taken), default=0)  # B x N x T x H
-        total += use.times * _PRODUCTS[kind] * 2 * queries * seq_len / 2
+        taken = [a for n in one.operands if n in types for a in types[n].arrays]
+        wide = (a.dims for a in taken if len(a.dims) > 2 and _is_floating(a.kind))
+        queries = math.prod(next(wide, (0,)))  # B x N x T x H: before keys, values and a mask
+        total += use.times * _PRODUCTS[kind] * 2 * queries * keys
     return total
 
 
@@ -98,8 +100,5 @@ def wire_bytes(collectives: list[hlo.Collective], slices: int) -> tuple[float, f
     return link, network
 
 
-def _size(dims: tuple[int, ...]) -> int:
-    count = 1
-    for dim in dims:
-        count *= dim
-    return count
+def _is_floating(kind: str) -> bool:
+    return kind.startswith(("f", "bf"))
