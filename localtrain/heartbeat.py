@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 SILENT_S = 30.0  # a long garbage collection or page-out is shorter, a job's idle time is not
+_KNOWN_S = 10.0  # so long a new connection may take to say who it is,
+_KNOWN_BYTES = 4096  # and so much
 _VERDICT_S = 5.0  # an error of a collective is seen this much before its cause, at most
 AGAIN = (
     "The run cannot go on without it. Start the same command in every process again: it goes on "
@@ -43,7 +45,7 @@ AGAIN = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Peer:
     """The other end of a connection, and what it said last."""
 
@@ -69,6 +71,7 @@ class Heart:
         self.at = "its start"
         self.saving: int | None = None  # the step that a background thread writes
         self._peers: list[_Peer] = []
+        self._unknown: list[_Peer] = []  # connections that did not say who they are
         self._selector = selectors.DefaultSelector()
         self._closing = False
         self._ended = threading.Lock()
@@ -93,7 +96,15 @@ class Heart:
     def connect(self, host: str, key: str) -> None:
         """The others."""
         port, self._token = key.split()
-        link = socket.create_connection((host, int(port)), timeout=SILENT_S)
+        try:
+            link = socket.create_connection((host, int(port)), timeout=SILENT_S)
+        except OSError as error:
+            raise PeerError(
+                f"process {self.index} of {self.count}: port {port} of {host}, where process 0 "
+                f"waits for the signs of life of all, cannot be reached ({error}). This port must "
+                f"be reachable too, beside the coordinator's: the system chooses it anew for each "
+                f"run, so open the ports between the hosts of a run."
+            ) from error
         lead = _Peer(0, self.count, host, socket=link)
         self._peers = [lead]
         link.setblocking(False)
@@ -139,12 +150,14 @@ class Heart:
                     self._read(key.data)
             now = time.monotonic()
             if now - looked > SILENT_S / 3:  # it was us who slept: nobody can be blamed for it
-                for peer in self._peers:
+                for peer in self._peers + self._unknown:
                     peer.seen = now
             looked = now
             for peer in self._peers:
                 if now - peer.seen > SILENT_S and not peer.leaving:
                     self._lost(peer, f"gave no sign of life for {SILENT_S:g} s")
+            for new in [new for new in self._unknown if now - new.seen > _KNOWN_S]:
+                self._turn_away(new)
             if now >= beat:
                 beat = now + BEAT_S
                 for peer in self._peers:
@@ -154,7 +167,14 @@ class Heart:
         with contextlib.suppress(OSError):
             link, _ = server.accept()
             link.setblocking(False)
-            self._selector.register(link, selectors.EVENT_READ, _Peer(-1, self.count, socket=link))
+            new = _Peer(-1, self.count, socket=link)
+            self._selector.register(link, selectors.EVENT_READ, new)
+            self._unknown.append(new)
+
+    def _turn_away(self, new: _Peer) -> None:
+        self._unknown.remove(new)
+        self._selector.unregister(new.socket)
+        new.socket.close()
 
     def _read(self, peer: _Peer) -> None:
         try:
@@ -163,31 +183,40 @@ class Heart:
             return
         except OSError:
             data = b""
+        if not data and peer.index < 0:
+            self._turn_away(peer)
+            return
         if not data:
             self._selector.unregister(peer.socket)
             peer.socket.close()
             peer.socket = None
-            if peer.index >= 0 and not peer.leaving:
+            if not peer.leaving:
                 self._lost(peer, "died or was killed")
             return
         *lines, peer.unread = (peer.unread + data).split(b"\n")
-        if peer.index < 0 and lines:  # the first line of a new connection says who it is
-            peer = self._known(peer, lines[0])
-            if peer is None:
+        if peer.index < 0:  # the first line of a new connection says who it is
+            known = self._known(peer, lines[0]) if lines else None
+            if known is None:
+                if lines or len(peer.unread) > _KNOWN_BYTES:
+                    self._turn_away(peer)
                 return
+            peer = known
         for line in lines:
             self._hear(peer, json.loads(line))
 
     def _known(self, new: _Peer, line: bytes) -> _Peer | None:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        if len(line) > _KNOWN_BYTES:
+            return None
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             said = json.loads(line)
-            if secrets.compare_digest(said["token"], self._token):
-                peer = self._peers[said["index"] - 1]
-                peer.socket, peer.unread = new.socket, new.unread
-                self._selector.modify(peer.socket, selectors.EVENT_READ, peer)
-                return peer
-        self._selector.unregister(new.socket)
-        new.socket.close()
+            index = said["index"]
+            if secrets.compare_digest(said["token"], self._token) and 1 <= index < self.count:
+                peer = self._peers[index - 1]
+                if peer.socket is None and not peer.leaving:
+                    peer.socket, peer.unread = new.socket, new.unread
+                    self._unknown.remove(new)
+                    self._selector.modify(peer.socket, selectors.EVENT_READ, peer)
+                    return peer
         return None
 
     def _hear(self, peer: _Peer, said: dict[str, Any]) -> None:

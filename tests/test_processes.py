@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import queue
 import random
 import re
 import signal
@@ -15,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localtrain import arrays, launcher
+from localtrain import arrays, heartbeat, launcher
 from localtrain.checkpoint import Checkpoints
-from localtrain.errors import ConfigError
+from localtrain.errors import ConfigError, PeerError
 from localtrain.metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and gloo of Linux")
@@ -428,6 +429,46 @@ def test_a_number_twice_and_another_count_are_refused(folder, tmp_path):
     assert "process 1 is already there" in said[0] and "--num-processes 3" in said[1]
     assert "--num-processes 3" in said[2] and set(said[3:]) <= {""}
     assert finish(started)[0][0] == 7
+
+
+@pytest.fixture
+def heart(monkeypatch):
+    """The lead's of a run of 3, its key, and how it would have ended the process."""
+    ends = queue.Queue()
+    monkeypatch.setattr(heartbeat, "end", lambda code, why: ends.put((code, why)))
+    monkeypatch.setattr(heartbeat, "_KNOWN_S", 1.0)
+    lead = heartbeat.Heart(0, 3)
+    port, token = lead.listen().split()
+    yield int(port), token, ends
+    lead.close()
+
+
+def hello(index, token):
+    return json.dumps({"token": token, "index": index, "host": "h", "pid": 1, "at": "x"}) + "\n"
+
+
+def test_strangers_at_the_heartbeats_port_are_turned_away(heart):
+    """Garbage, numbers that do not exist, silence; a process that is connected keeps its place."""
+    port, token, ends = heart
+    lines = ["[" * 4000 + "\n", "[" * 5000, "\x00\xff\n", "{}\n", "7\n", "null\n", "\n", ""]
+    lines += [hello(1, "wrong"), hello(1, None), hello(1, "\u00e9")]
+    lines += [hello(i, token) for i in (0, -1, 3, 10**30, "1", None, 1.0)]
+    with reach(port) as member:
+        member.sendall(hello(1, token).encode())
+        assert b'"index": 0' in member.recv(1000)  # a sign of life
+        for line in [*lines, hello(1, token)]:
+            with reach(port) as link, contextlib.suppress(ConnectionError):
+                link.sendall(line.encode())
+                assert link.recv(1000) == b"", line
+        member.sendall(hello(1, token).encode())
+        assert member.recv(1000) and ends.empty()
+    code, why = ends.get(timeout=60)
+    assert code == 7 and "process 1 of 3 (pid 1 on h) died or was killed" in why
+
+
+def test_a_heartbeat_that_cannot_be_reached_is_one_paragraph():
+    with pytest.raises(PeerError, match=r"port (\d+) of 127\.0\.0\.1.* must be reachable too"):
+        heartbeat.Heart(1, 2).connect("127.0.0.1", f"{free_port()} key")
 
 
 def test_a_port_in_use_is_refused(folder, tmp_path):
