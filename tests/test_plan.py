@@ -12,13 +12,13 @@ import jax
 import pytest
 import yaml
 
-from localtrain import backend, job, oom, steps
+from localtrain import backend, hlo, job, oom, steps
 from localtrain import plan as planning
-from localtrain.backends import local_gpu
+from localtrain.backends import devices, local_gpu
 from localtrain.cli import run as command
 from localtrain.config import RunConfig, load_run
 from localtrain.plan import plan, targets, tune
-from localtrain.plan.place import here
+from localtrain.plan.place import Place, here
 from localtrain.warmstart import find_start
 
 CARDS = Path(local_gpu.__file__).parent.parent / "configs" / "cards"
@@ -121,9 +121,9 @@ class Device:
     process_index: int = 0
 
 
-def candidates(tiny, devices, *keys):
+def candidates(tiny, count, *keys):
     run = load_run("quickstart", [*tiny, *keys])
-    some = [Device(i) for i in range(devices)]
+    some = [Device(i) for i in range(count)]
     place = dataclasses.replace(here(run, "cpu", None), devices=some)
     return [setting.changes for setting in tune.settings(run, place, PARAMETERS)]
 
@@ -219,6 +219,61 @@ def test_mistakes_are_one_paragraph_and_exit_2(arguments, parts, capfd):
     said = capfd.readouterr().err
     assert all(part in said for part in parts), said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "said"),
+    [
+        ("NVIDIA H100 80GB HBM3", 16, True),
+        ("NVIDIA H100 80GB HBM3", 8, False),
+        ("TPU v4", 16, False),
+    ],
+)
+def test_the_exchanges_of_more_gpus_than_a_host_has_are_told_to_be_too_fast(
+    monkeypatch, tiny, kind, count, said
+):
+    cpu, many = backend.find("cpu"), [Device(i, device_kind=kind) for i in range(count)]
+    run = load_run("quickstart", tiny)
+    network = job.make_network(run, find_start(run, None).hf, "tiny", cpu)
+    step = steps.lower(network, run, job.run_mesh(run, jax.devices()[:1])).train.compile()
+    monkeypatch.setattr(type(cpu), "facts", lambda self, kind: devices.facts(kind))
+    place = Place(cpu, "x", many, 1, "x")
+    how = planning._work(run, place, network, hlo.read(step.as_text()), 128, "")["how"]
+    assert ("as if all 16 GPUs were on one host" in how) == said
+
+
+def test_what_the_compiler_refuses_without_a_figure_is_given_in_its_words(monkeypatch, tiny):
+    vague = "RESOURCE_EXHAUSTED: shared memory\n  of a kernel"
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: _raise(vague))
+    found = plan(load_run("quickstart", tiny), backend="cpu", minutes=0)
+    assert not found.fits
+    assert "words: RESOURCE_EXHAUSTED: shared memory of a kernel" in found.how
+    known = "RESOURCE_EXHAUSTED: Used 20.5G of 16.0G hbm"
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: _raise(known))
+    found = plan(load_run("quickstart", tiny), backend="cpu", memory=10**9, minutes=0)
+    assert found.memory_per_device["total"] == int(20.5 * 2**30) and "words" not in found.how
+
+
+def _raise(message):
+    raise jax.errors.JaxRuntimeError(message)
+
+
+def test_compiling_for_a_card_leaves_the_environment_as_it_was(monkeypatch, tiny):
+    monkeypatch.setenv("JAX_PLATFORMS", "before")
+    seen = []
+
+    def topology(self, name, *given):
+        os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        seen.append(name)
+        return jax.devices()[:1]
+
+    monkeypatch.delenv("TPU_WORKER_HOSTNAMES", raising=False)
+    monkeypatch.setattr(local_gpu.LocalGpu, "topology", topology)
+    monkeypatch.setattr(local_gpu.LocalGpu, "defaults", lambda self: backend.Defaults())
+    assert plan(load_run("quickstart", tiny), device="h100-80gb").fits
+    assert seen == ["h100-80gb"]
+    assert os.environ["JAX_PLATFORMS"] == "before" and "TPU_WORKER_HOSTNAMES" not in os.environ
 
 
 def test_without_the_compiler_the_extra_is_named(monkeypatch, capfd):

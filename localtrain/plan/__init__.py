@@ -12,6 +12,7 @@ are only chosen on the device.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -31,10 +32,11 @@ from localtrain.job import (
 from localtrain.nn.spec import Gqa, Model
 from localtrain.oom import is_out_of_memory, needed_bytes, remedies
 from localtrain.plan import cost
-from localtrain.plan.place import Place, elsewhere, here, targets
+from localtrain.plan.place import Place, elsewhere, environment_as_it_was, here, targets
 from localtrain.warmstart import find_start
 
 __all__ = ["Plan", "plan", "targets"]
+_ONE_HOST = 8  # GPUs that NVLink connects in one machine (NVIDIA's HGX and DGX boards)
 BLOCKWISE = "blockwise (XLA)"  # plain JAX: no kernel of that name is in the program
 
 
@@ -96,20 +98,18 @@ def plan(
     if slices > 1 and not topology:
         raise ConfigError(f"--slices {slices} needs --topology: what each slice is, as v5e:4x4")
     start = find_start(run, None)
-    if name := device or topology:
-        place = elsewhere(name, backend, devices, slices)
-    else:
-        place = here(run, backend, devices)
-    if memory is not None:
-        place = dataclasses.replace(place, available=memory, available_is="as given")
-    found = compile_for(run, start, place)
-    if minutes <= 0 or (found.fits and not tune):
-        return found
-    from localtrain.plan.tune import search
+    name = device or topology
+    with environment_as_it_was() if name else contextlib.nullcontext():
+        place = elsewhere(name, backend, devices, slices) if name else here(run, backend, devices)
+        if memory is not None:
+            place = dataclasses.replace(place, available=memory, available_is="as given")
+        found = compile_for(run, start, place)
+        if minutes <= 0 or (found.fits and not tune):
+            return found
+        from localtrain.plan.tune import search
 
-    return dataclasses.replace(
-        found, suggestion=search(run, start, place, found, minutes * 60, progress)
-    )
+        suggestion = search(run, start, place, found, minutes * 60, progress)
+    return dataclasses.replace(found, suggestion=suggestion)
 
 
 def compile_for(run: RunConfig, start: Any, place: Place) -> Plan:
@@ -117,7 +117,7 @@ def compile_for(run: RunConfig, start: Any, place: Place) -> Plan:
     network = make_network(run, start.hf, start.name, place.backend)
     mesh = run_mesh(run, place.devices, network)
     programs = steps.lower(network, run, mesh)
-    began, program = time.monotonic(), None
+    began, program, refusal = time.monotonic(), None, ""
     try:
         step = programs.train.compile(compiler_options=place.backend.compiler_options(run))
         needed = compiled_memory(programs, step)
@@ -127,7 +127,8 @@ def compile_for(run: RunConfig, start: Any, place: Place) -> Plan:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        needed = _refused(memory_by_class(programs), str(error), place.available)
+        refusal = str(error)
+        needed = _refused(memory_by_class(programs), refusal, place.available)
     compile_s = time.monotonic() - began
     fits = program is not None and needed["total"] <= place.available
     tokens = run.train.batch_size * run.data.seq_len
@@ -148,12 +149,17 @@ def compile_for(run: RunConfig, start: Any, place: Place) -> Plan:
             "attention": attention_kernels(run, network, mesh).replace("blockwise", BLOCKWISE, 1),
             "custom_calls": {} if program is None else hlo.kernels(program),
         },
-        **_work(run, place, network, program, tokens),
+        **_work(run, place, network, program, tokens, refusal),
     )
 
 
 def _work(
-    run: RunConfig, place: Place, network: Any, program: hlo.Program | None, tokens: int
+    run: RunConfig,
+    place: Place,
+    network: Any,
+    program: hlo.Program | None,
+    tokens: int,
+    refusal: str,
 ) -> dict[str, Any]:
     """The fields that are read out of the program; unknown when the compiler made none."""
     fields: dict[str, Any] = {
@@ -167,6 +173,11 @@ def _work(
         "mfu": None,
     }
     if program is None:
+        if needed_bytes(refusal) is None:
+            fields["how"] += (
+                "; it does not say what the step needs, so the total above is only more than is "
+                f"available. Its words: {' '.join(refusal.split())[:500]}"
+            )
         return fields
     flops = program.flops() + cost.kernel_flops(program, _keys(network.spec, run.data.seq_len))
     fields["flops_per_step"] = flops * len(place.devices)
@@ -187,10 +198,18 @@ def _work(
             "link": time_s.link_s,
             "network": time_s.network_s,
         },
-        "how": time_s.how,
+        "how": time_s.how + _if_many_gpus(place),
         "tokens_per_day": tokens / time_s.total_s * 86400,
         "mfu": model / time_s.total_s / facts.peak_flops / len(place.devices),
     }
+
+
+def _if_many_gpus(place: Place) -> str:
+    """Of GPUs only the speed within a host is known; the network is not the card's."""
+    count, is_tpu = len(place.devices), place.devices[0].device_kind.startswith("TPU")
+    if count <= _ONE_HOST or is_tpu or place.facts is None or place.facts.link is None:
+        return ""
+    return f"; exchanges as if all {count} GPUs were on one host, which is too fast for several"
 
 
 def _keys(spec: Model, seq_len: int) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +58,18 @@ def elsewhere(name: str, backend: str | None, devices: int | None, slices: int) 
     found = place.topology(name, devices, slices)
     available, how = place.usable_memory(name)
     return Place(place, name, list(found), available, how, slices)
+
+
+@contextlib.contextmanager
+def environment_as_it_was() -> Iterator[None]:
+    """Around compiling for elsewhere: what that puts into the environment is no one else's."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _listed(every: list[str]) -> str:
