@@ -95,7 +95,8 @@ class Backend(Protocol):
         if place is not None:
             raise ConfigError(
                 f"{place.source}: this is process {place.index} of {place.count}, but backend "
-                f"{self.name} runs in one; `localtrain backends` lists those for several"
+                f"{self.name} runs in one. Name one for several with --backend: multi-gpu, tpu-vm "
+                f"or cpu"
             )
         return None
 

@@ -95,6 +95,7 @@ class FolderLock:
             os.ftruncate(self._descriptor, 0)
             os.lseek(self._descriptor, 0, os.SEEK_SET)
             os.write(self._descriptor, json.dumps({**owner, "token": self.token}).encode())
+            os.fsync(self._descriptor)  # NFS: other hosts of the run read it at once
         except OSError:
             pass
 

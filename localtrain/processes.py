@@ -22,7 +22,7 @@ from localtrain.errors import LocaltrainError
 from localtrain.launcher import Place, find_place, split_address
 
 _FOREVER_MS = 24 * 3600 * 1000  # who waits for a dead process is ended by the heartbeat
-
+_ONCE = ("save",)  # of `any_of`: one late save is one save; "stop" stays true for good
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -117,14 +117,18 @@ def by_lead(action: Callable[[], Any]) -> Any:
     try:
         outcome, error = {"value": action() if lead() else None}, None
     except LocaltrainError as raised:
-        outcome, error = {"error": type(raised).__name__, "message": str(raised)}, raised
+        outcome, error = {"error": kind_of(raised), "message": str(raised)}, raised
     outcome = agree(outcome)
     if error is not None:
         raise in_all(error)
     if "error" in outcome:
-        kind = getattr(errors, outcome["error"], LocaltrainError)
-        raise in_all(kind(outcome["message"]))
+        raise in_all(getattr(errors, outcome["error"])(outcome["message"]))
     return outcome["value"]
+
+
+def kind_of(error: LocaltrainError) -> str:
+    """The nearest class of an error that errors.py has, by name: the others raise that one."""
+    return next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
 
 
 def lead_first(action: Callable[[], T]) -> T:
@@ -166,14 +170,15 @@ def any_of(flag: bool, name: str, now: bool = False) -> bool:
     if count() == 1:
         return flag
     if name not in _ballots:
-        _ballots[name] = _Ballot()
+        _ballots[name] = _Ballot(once=name in _ONCE)
     return _ballots[name].cast(flag, now)
 
 
 class _Ballot:
-    """A program that says whether any device has a 1."""
+    """A program that says whether any device has a 1. once: a yes also answers what was asked
+    before it was read."""
 
-    def __init__(self) -> None:
+    def __init__(self, once: bool) -> None:
         import jax
         import numpy as np
         from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -182,6 +187,7 @@ class _Ballot:
         mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
         self._split = NamedSharding(mesh, PartitionSpec("all"))
         self._sum = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._once = once
         self._cast: list[Any] = []  # outcomes that were not looked at
 
     def cast(self, flag: bool, now: bool) -> bool:
@@ -193,7 +199,10 @@ class _Ballot:
             votes = jax.make_array_from_callback(shape, self._split, lambda _: vote)
         self._cast.append(self._sum(votes))
         ready, self._cast = (self._cast, []) if now else (self._cast[:-1], self._cast[-1:])
-        return any(int(jax.device_get(outcome)) for outcome in ready)
+        found = any(int(jax.device_get(outcome)) for outcome in ready)
+        if found and self._once:
+            self._cast = []
+        return found
 
 
 def whole(tree: Any) -> Any:

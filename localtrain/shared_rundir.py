@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from typing import Any
 
 from localtrain import processes, storage
@@ -13,6 +14,8 @@ from localtrain.lease import LEASE
 from localtrain.lock import LOCK
 from localtrain.rundir import RunDirectory
 from localtrain.stage import Stage
+
+_SEEN_S = 60.0  # NFS shows other hosts a new file, and what is in it, after up to acdirmax: 60 s
 
 
 def open_together(out: str | None, run: Any, override: bool = False) -> RunDirectory:
@@ -46,16 +49,24 @@ def open_together(out: str | None, run: Any, override: bool = False) -> RunDirec
 def _check_same(name: str, token: str) -> None:
     """Checkpoints are written by all processes: StorageError where this one sees another folder."""
     owner = storage.join(name, LEASE if storage.is_url(name) else LOCK)
-    try:
-        same = json.loads(storage.read_bytes(owner)).get("token") == token
-    except (FileNotFoundError, ValueError):
-        same = False
+    end = time.monotonic() + _SEEN_S
+    while not (same := _token(owner) == token) and time.monotonic() < end:
+        time.sleep(0.5)
     if not same:
         raise StorageError(
             f"{name}: process {processes.index()} on {socket.gethostname()} does not see the run "
             f"directory that process 0 opened. In a run of several processes --out has to be on a "
             f"file system that all hosts share, or a URL."
         )
+
+
+def _token(owner: str) -> str | None:
+    """What the owner's file says; None where there is none, or nothing in it."""
+    try:
+        found = json.loads(storage.read_bytes(owner))
+    except (FileNotFoundError, ValueError):
+        return None
+    return found.get("token") if isinstance(found, dict) else None
 
 
 def same_data(corpus: Any) -> None:

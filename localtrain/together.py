@@ -22,7 +22,7 @@ def outcome(action: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": action()}
     except Refused as refused:
-        return {"refused": type(refused.reason).__name__, "error": str(refused)}
+        return {"refused": processes.kind_of(refused.reason), "error": str(refused)}
     except Exception as error:  # whatever it was, all must hear of it
         return {"error": f"{type(error).__name__}: {first_line(error)}"}
 

@@ -10,15 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from localtrain import arrays, heartbeat, launcher
+from localtrain import arrays, heartbeat, launcher, processes, shared_rundir, together
 from localtrain.checkpoint import Checkpoints
-from localtrain.errors import ConfigError, PeerError
+from localtrain.commit import Damaged
+from localtrain.errors import ConfigError, PeerError, StorageError
 from localtrain.metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and gloo of Linux")
@@ -429,6 +431,34 @@ def test_a_number_twice_and_another_count_are_refused(folder, tmp_path):
     assert "process 1 is already there" in said[0] and "--num-processes 3" in said[1]
     assert "--num-processes 3" in said[2] and set(said[3:]) <= {""}
     assert finish(started)[0][0] == 7
+
+
+@pytest.mark.parametrize(("name", "after"), [("save", False), ("stop", True)])
+def test_a_late_save_is_asked_for_once(monkeypatch, name, after):
+    """An answer comes one step late; the vote of that step asks for the save that is made in it."""
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "_ballots", {})
+    votes = [False, True, True, False, False, True, False]
+    answers = [processes.any_of(vote, name) for vote in votes]
+    assert answers == [False, False, True, after, False, False, True]
+
+
+def test_an_error_that_errors_py_does_not_have_is_told_as_its_nearest():
+    found = together.outcome(lambda: (_ for _ in ()).throw(together.Refused(Damaged("bad"))))
+    assert found == {"refused": "DataError", "error": "bad"}
+    assert processes.kind_of(PeerError("x")) == "PeerError"
+
+
+def test_what_another_host_shows_late_is_waited_for(monkeypatch, tmp_path):
+    """An empty .lock, then its owner's; a folder of somebody else stays refused."""
+    (tmp_path / ".lock").write_text("")
+    late = threading.Timer(1.0, (tmp_path / ".lock").write_text, ['{"token": "t"}'])
+    late.start()
+    shared_rundir._check_same(str(tmp_path), "t")
+    late.join()
+    monkeypatch.setattr(shared_rundir, "_SEEN_S", 0.1)
+    with pytest.raises(StorageError, match="does not see the run directory"):
+        shared_rundir._check_same(str(tmp_path), "other")
 
 
 @pytest.fixture
