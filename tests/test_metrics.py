@@ -104,7 +104,7 @@ def test_a_last_line_torn_by_a_kill_is_tolerated(tmp_path, cut, caplog):
     assert steps_of(tmp_path)[:2] == [1, 2]
     write(tmp_path, [3], restored=2)
     assert steps_of(tmp_path) == [1, 2, (2, "resume"), 3]
-    assert not caplog.records
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("line", [b"{", b"\xff\xfe", b"[]", b'{"loss": 1}', b'{"step": "x"}'])
