@@ -28,9 +28,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from proof import CannotRun, outcome, prepare, run, say
+
 ROOT = Path(__file__).resolve().parent.parent
 BASE, IMAGE = "docker.io/library/python:3.12-slim", "localhost/localtrain:ci"
-TOOLS = ("buildah", "podman", "runc", "debootstrap")
+TOOLS = {name: name for name in ("buildah", "podman", "runc", "debootstrap")}
 # What CPython's extension modules link to, and what the official image has of Debian.
 PACKAGES = (
     "ca-certificates,netbase,tzdata,libssl3,libffi8,libsqlite3-0,zlib1g,libbz2-1.0,liblzma5,"
@@ -38,48 +40,6 @@ PACKAGES = (
 )
 HARD = ("--cap-drop=all", "--security-opt=no-new-privileges", "--read-only", "--tmpfs=/tmp")
 HARD = (*HARD, "--user=4242:4242")  # an id without an entry in /etc/passwd, as on OpenShift
-STARTED = time.monotonic()
-
-
-class CannotRun(Exception):
-    """This machine cannot build or run containers: exit code 3."""
-
-
-def say(text: str) -> None:
-    print(f"== {text} ({time.monotonic() - STARTED:.0f}s)", flush=True)
-
-
-def run(*command: str | Path, check: bool = True, timeout: float = 900) -> str:
-    """Output of a command; a failure shows the end of what it printed."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        timeout=timeout,
-    )
-    if check and done.returncode:
-        print(done.stdout[-6000:], file=sys.stderr)
-        raise AssertionError(f"exit code {done.returncode}: {' '.join(map(str, command))}")
-    return done.stdout
-
-
-def install_tools() -> None:
-    missing = [tool for tool in TOOLS if not shutil.which(tool)]
-    if missing and not shutil.which("apt-get"):
-        raise CannotRun(f"{', '.join(missing)} not installed, and there is no apt-get")
-    if not missing:
-        return
-    say(f"apt-get install {' '.join(missing)}")
-    os.environ["DEBIAN_FRONTEND"] = "noninteractive"
-    apt = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120")
-    try:
-        run(*apt, "update")
-        run(*apt, "install", "-y", "--no-install-recommends", *missing)
-    except AssertionError as error:
-        raise CannotRun(f"the tools cannot be installed: {error}") from error
 
 
 def overlay_works(work: Path) -> bool:
@@ -321,12 +281,8 @@ def workplace() -> Iterator[Path]:
 
 
 def prove(full: bool, extras: str) -> None:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        raise CannotRun("needs Linux and root")
-    install_tools()
+    prepare(TOOLS)
     with workplace() as work:
-        if subprocess.run(["unshare", "-m", "true"], stderr=subprocess.DEVNULL).returncode:
-            raise CannotRun("the kernel or this container does not allow new mount namespaces")
         configure(work)
         policy = f"--signature-policy={work}/policy.json"
         base_image(policy)
@@ -347,16 +303,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="the whole quickstart, 250 steps")
     parser.add_argument("--extras", default="", help="build the image with these extras")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    try:
-        prove(options.full, options.extras)
-    except CannotRun as reason:
-        print(f"container: cannot run here: {reason}", file=sys.stderr)
-        return 3
-    except AssertionError as failure:
-        print(f"container: FAILED: {failure}", file=sys.stderr)
-        return 1
-    return 0
+    return outcome("container", lambda: prove(options.full, options.extras))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import proof
+from proof import CannotRun, outcome, prepare, say
+
 TOOLS = {"slurmctld": "slurm-wlm", "munged": "munge", "mpirun": "openmpi-bin", "ip": "iproute2"}
-STARTED = time.monotonic()
 STEPS, SILENT_S = 40, 8
+run = partial(proof.run, timeout=300)
 MODEL = {
     "model_type": "qwen3",
     "vocab_size": 264,
@@ -84,44 +88,6 @@ SHORT = (
     f"from localtrain import heartbeat; heartbeat.SILENT_S = {SILENT_S}; "
     "from localtrain.cli import main; main()"
 )
-
-
-class CannotRun(Exception):
-    """This machine cannot do it: exit code 3."""
-
-
-def say(text: str) -> None:
-    print(f"== {text} ({time.monotonic() - STARTED:.0f}s)", flush=True)
-
-
-def run(*command: str | Path, check: bool = True, timeout: float = 300) -> str:
-    done = subprocess.run(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=timeout,
-    )
-    if check and done.returncode:
-        raise AssertionError(f"exit code {done.returncode}: {command}: {done.stdout[-3000:]}")
-    return done.stdout
-
-
-def install_tools() -> None:
-    packages = [package for tool, package in TOOLS.items() if not shutil.which(tool)]
-    if packages and not shutil.which("apt-get"):
-        raise CannotRun(f"{', '.join(packages)} not installed, and there is no apt-get")
-    if not packages:
-        return
-    say(f"apt-get install {' '.join(packages)}")
-    os.environ["DEBIAN_FRONTEND"] = "noninteractive"
-    apt = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120")
-    try:
-        run(*apt, "update")
-        run(*apt, "install", "-y", "--no-install-recommends", *packages)
-    except AssertionError as error:
-        raise CannotRun(f"the tools cannot be installed: {error}") from error
 
 
 def wait_until(what: str, ready: Callable[[], bool], process: Started | None = None) -> None:
@@ -336,11 +302,7 @@ def check_cut(work: Path, program: list[str]) -> None:
 
 
 def prove() -> None:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        raise CannotRun("needs Linux and root")
-    install_tools()
-    if subprocess.run(["unshare", "-m", "true"], stderr=subprocess.DEVNULL).returncode:
-        raise CannotRun("the kernel or this container does not allow new mount namespaces")
+    prepare(TOOLS)
     work = Path(tempfile.mkdtemp(prefix="lt-slurm-"))
     work.chmod(0o755)  # munged wants to be seen
     os.environ |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(work / "cache")}
@@ -362,18 +324,5 @@ def prove() -> None:
     say("several processes: everything held")
 
 
-def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    try:
-        prove()
-    except CannotRun as reason:
-        print(f"slurm: cannot run here: {reason}", file=sys.stderr)
-        return 3
-    except AssertionError as failure:
-        print(f"slurm: FAILED: {str(failure)[-6000:]}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outcome("slurm", prove))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localtrain import processes
-from localtrain.backend import Backend, Defaults, jax_is_up, set_jax
+from localtrain.backend import Backend, Defaults, jax_runs_on, set_jax
 from localtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Cpu(Backend):
         """Platform and number of devices. Two settings name the number; ours replaces both."""
         if devices is not None and devices < 1:
             raise ConfigError(f"--devices {devices} must be at least 1")
-        if jax_is_up():
+        if jax_runs_on("cpu", self.name):
             _check_running(devices)
             return []
         set_jax(jax_platforms="cpu")
@@ -88,11 +88,6 @@ def _keep_stdout_clean() -> None:
 
 def _check_running(devices: int | None) -> None:
     jax = sys.modules["jax"]
-    if jax.default_backend() != "cpu":
-        raise ConfigError(
-            f"backend cpu: jax already runs on {jax.default_backend()} in this process; choose the "
-            "backend before any other use of jax, or in a new process"
-        )
     if devices is not None and jax.local_device_count() != devices:
         raise ConfigError(
             f"--devices {devices}: jax already runs with {jax.local_device_count()} CPU devices in "

@@ -8,11 +8,10 @@ import importlib.util
 import os
 import re
 import shutil
-import sys
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from localtrain.backend import Backend, Defaults, Facts, jax_is_up, set_jax
+from localtrain.backend import Backend, Defaults, Facts, jax_runs_on, set_jax
 from localtrain.backends import devices as table
 from localtrain.errors import ConfigError, nearest
 
@@ -61,13 +60,7 @@ class LocalGpu(Backend):
         """Platform, one device, and how much of its memory jax takes at the start."""
         if devices not in (None, 1):
             raise ConfigError(f"--devices {devices}: backend local-gpu uses one GPU")
-        if jax_is_up():
-            running = sys.modules["jax"].default_backend()
-            if running != "gpu":
-                raise ConfigError(
-                    f"backend local-gpu: jax already runs on {running} in this process; choose the "
-                    "backend before any other use of jax, or in a new process"
-                )
+        if jax_runs_on("gpu", self.name):
             return []
         set_jax(jax_platforms="cuda,cpu", jax_cuda_visible_devices="0")
         return [set_memory()]

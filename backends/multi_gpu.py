@@ -6,11 +6,10 @@ where the launcher starts as many. NCCL, which comes with jax's CUDA plugin, con
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from localtrain import launcher, processes
-from localtrain.backend import jax_is_up, set_jax
+from localtrain.backend import jax_runs_on, set_jax
 from localtrain.backends.local_gpu import LocalGpu, set_memory, visible_gpus
 from localtrain.errors import ConfigError
 
@@ -43,13 +42,7 @@ class MultiGpu(LocalGpu):
                 f"--devices {devices}: backend multi-gpu sees {there} GPUs of this host; take at "
                 f"most that, or leave --devices out for all of them"
             )
-        if jax_is_up():
-            running = sys.modules["jax"].default_backend()
-            if running != "gpu":
-                raise ConfigError(
-                    f"backend multi-gpu: jax already runs on {running} in this process; choose the "
-                    f"backend before any other use of jax, or in a new process"
-                )
+        if jax_runs_on("gpu", self.name):
             return []
         self._devices = devices or there
         chosen = ",".join(map(str, range(self._devices)))

@@ -9,11 +9,10 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localtrain.backend import Backend, Defaults, Facts, jax_is_up, set_jax
+from localtrain.backend import Backend, Defaults, Facts, jax_runs_on, set_jax
 from localtrain.backends import devices as table
 from localtrain.errors import ConfigError, nearest
 
@@ -69,13 +68,7 @@ class TpuVm(Backend):
             raise ConfigError(
                 f"--devices {devices}: backend tpu-vm uses every chip of the slice; leave it out"
             )
-        if jax_is_up():
-            running = sys.modules["jax"].default_backend()
-            if running != "tpu":
-                raise ConfigError(
-                    f"backend tpu-vm: jax already runs on {running} in this process; choose the "
-                    "backend before any other use of jax, or in a new process"
-                )
+        if jax_runs_on("tpu", self.name):
             return []
         set_jax(jax_platforms="tpu,cpu")
         return []

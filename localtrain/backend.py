@@ -206,6 +206,19 @@ def jax_is_up() -> bool:
     return ask is not None and ask()
 
 
+def jax_runs_on(platform: str, backend: str) -> bool:
+    """Whether jax has opened its devices, on this platform; ConfigError when on another."""
+    if not jax_is_up():
+        return False
+    running = sys.modules["jax"].default_backend()
+    if running != platform:
+        raise ConfigError(
+            f"backend {backend}: jax already runs on {running} in this process; choose the backend "
+            "before any other use of jax, or in a new process"
+        )
+    return True
+
+
 def set_jax(**options: str | int) -> None:
     """Set jax configuration, imported or not, without importing it: jax_platforms="cpu"."""
     for key, value in options.items():
