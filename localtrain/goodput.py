@@ -169,9 +169,10 @@ def _account(rows: list[Row]) -> _Account:
             continue
         if event == "start":
             _begin(found, row)
-        elif event in ("eval", "sample", "save"):
+        elif event in ("eval", "sample"):
             found.add(event, row.get("seconds"))
-        if event == "save":
+        elif event == "save":
+            found.add(event, row.get("save_block_s", row.get("seconds")))  # its older name
             steps, wait = (number(row.get(key)) or 0.0 for key in ("steps_s", "wait_s"))
             found.carry = (steps, min(steps, wait))
         elif "loss" in row:

@@ -230,7 +230,7 @@ def _loop(
             "stacks": [[len(stack.period), stack.repeat] for stack in job.network.stacks],
         }
         seconds = checkpoints.save(step, state, meta, block)
-        desk.metrics.event("save", step, seconds=round(seconds, 3), **desk.unlogged())
+        desk.metrics.event("save", step, save_block_s=round(seconds, 3), **desk.unlogged())
 
     def evaluate_if_due(state: Tree, step: int) -> None:
         every = run.eval.every

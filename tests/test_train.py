@@ -209,6 +209,31 @@ def test_the_account_of_a_run_that_was_killed_twice_adds_up(folder, tmp_path):
     assert f"(3 attempts, {lost} steps repeated)" in done.stderr
 
 
+def test_a_clock_that_jumps_changes_no_number_and_no_account_is_negative(
+    folder, straight, tmp_path
+):
+    """The wall clock goes back an hour, on two, back: at every third look at it."""
+    script = (
+        "import itertools, time\n"
+        "looks, now = itertools.count(), time.time\n"
+        "time.time = lambda: now() + (0, -3600, 7200)[next(looks) % 3]\n"
+        "from localtrain.cli import main\n"
+        "main()\n"
+    )
+    out = tmp_path / "jumps"
+    program = [sys.executable, "-c", script, *command(folder, out)[3:]]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert_equal_runs(out, straight[0])
+    steps = [row for row in read_metrics(out) if "loss" in row]
+    assert all(0 < row["step_time_s"] < 60 and row["data_wait_s"] >= 0 for row in steps)
+    saves = [event for event in events(out) if event["event"] == "save"]
+    assert len(saves) == 4 and all(0 <= event["save_block_s"] < 60 for event in saves)
+    report = [sys.executable, "-m", "localtrain", "report", str(out), "--json"]
+    parts = json.loads(subprocess.run(report, capture_output=True, check=True).stdout)["time"]
+    assert all(one["seconds"] > 0 and 0 < one["share"] <= 1 for one in parts["parts"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_exits_75_and_the_same_command_goes_on(folder, straight, tmp_path, number):
     out = tmp_path / "stopped"
