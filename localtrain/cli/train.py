@@ -62,13 +62,16 @@ def _start(
     task: str | None = None,
     **group: Any,
 ) -> None:
-    from localtrain import processes, storage
     from localtrain.backend import choose
+
+    place, _ = choose(backend)  # one that cannot be used is refused before jax is loaded
+    # before a run file from a pipe is read, and before anything that takes long to import
+    restart_with(place.process_environment())
+
+    from localtrain import processes, storage
     from localtrain.config import load_run
     from localtrain.launcher import find_place
 
-    place, _ = choose(backend)  # one that cannot be used is refused before jax is loaded
-    restart_with(place.process_environment())  # before a run file from a pipe is read
     loaded = load_run(run, overrides)
     _check_task(loaded.task, task)
     find_place(**group)
