@@ -181,14 +181,14 @@ def _work(
         return fields
     flops = program.flops() + cost.kernel_flops(program, _keys(network.spec, run.data.seq_len))
     fields["flops_per_step"] = flops * len(place.devices)
-    fields["memory_bytes_per_step"] = hlo.memory_bytes(program)
+    fields["memory_bytes_per_step"] = moved = hlo.memory_bytes(program)
     fields["collectives"] = hlo.by_kind(program.collectives())
     facts = place.facts
     if facts is None:
         kind = place.devices[0].device_kind
         fields["how"] = f"not estimated: no figures of {kind} are known, so neither is its MFU"
         return fields
-    time_s = cost.step_time(program, flops, facts, place.slices)
+    time_s = cost.step_time(program, flops, moved, facts, place.slices)
     model = network.spec.model_flops_per_token(run.data.seq_len) * tokens
     return fields | {
         "step_time_s": time_s.total_s,

@@ -59,12 +59,14 @@ def kernel_flops(program: hlo.Program, keys: float) -> float:
     return total
 
 
-def step_time(program: hlo.Program, flops: float, facts: Facts, slices: int) -> StepTime:
-    """The estimate for a program whose devices have these figures."""
+def step_time(
+    program: hlo.Program, flops: float, moved: int, facts: Facts, slices: int
+) -> StepTime:
+    """The estimate for a program of so many FLOPs and bytes to and from memory on one device."""
     link, network = wire_bytes(program.collectives(), slices)
     how = [
         f"the longer of {flops / 1e12:.3g} TFLOP at {facts.peak_flops / 1e12:.4g} TFLOP/s and "
-        f"{hlo.memory_bytes(program) / 1e9:.3g} GB at {facts.memory_bandwidth / 1e9:.4g} GB/s"
+        f"{moved / 1e9:.3g} GB at {facts.memory_bandwidth / 1e9:.4g} GB/s"
     ]
     link_s = network_s = 0.0
     if link and facts.link:
@@ -79,7 +81,7 @@ def step_time(program: hlo.Program, flops: float, facts: Facts, slices: int) -> 
         how.append("exchanges between slices not counted, as their speed is not known")
     return StepTime(
         flops / facts.peak_flops,
-        hlo.memory_bytes(program) / facts.memory_bandwidth,
+        moved / facts.memory_bandwidth,
         link_s,
         network_s,
         " + ".join(how) + f"; nothing overlaps, every rate is the vendor's ({facts.source})",
