@@ -73,7 +73,7 @@ def goodput(rows: Iterable[Row]) -> dict[str, Any]:
 
     `goodput`: share of the wall time in kept training steps (None: no time was recorded), and
     `goodput_running`: of the time in which an attempt ran. `wall_s`, `attempts`, `lost_steps`.
-    `parts`: what, seconds, share, without empty ones; they add up to `wall_s`.
+    `parts`: what, seconds, share, without those below a millisecond; they add up to `wall_s`.
     """
     found = _account(list(rows))
     spent, known = found.spent, sum(found.spent.values())
@@ -89,7 +89,7 @@ def goodput(rows: Iterable[Row]) -> dict[str, Any]:
         "parts": [
             {"what": what, "seconds": round(seconds, 3), "share": seconds / whole}
             for what, seconds in spent.items()
-            if seconds > 0
+            if round(seconds, 3) > 0
         ],
     }
 
