@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from localtrain import optim, sharding
 from localtrain.losses import Head, weighted_nll_sum
 from localtrain.nn.decoder import Context, Network
-from localtrain.nn.parallel import BATCH_AXES, balance, size, total
+from localtrain.nn.parallel import BATCH_AXES, balance, lay_out, size, total
 
 if TYPE_CHECKING:
     from localtrain.config import RunConfig
@@ -143,7 +143,7 @@ def loss_and_grads(
 
     def local(params: Tree, batch: Batch):
         loss, grads = sums(params, jax.tree.map(balance, batch))
-        grads = jax.tree.map(lambda g, at: total(g, sharding.unsplit(at)), grads, places)
+        grads = jax.tree.map(lambda g, at: lay_out(total(g, sharding.unsplit(at))), grads, places)
         return total(loss, BATCH_AXES), grads
 
     out = (PartitionSpec(), places)

@@ -24,8 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 PIECES = 16
+LANES = 128  # of a TPU's vector registers
 BATCH_AXES = ("replica", "fsdp", "context")  # tokens are split over these
 
 
@@ -201,6 +203,20 @@ def look_up(table_VD: jax.Array, ids_BT: jax.Array, shape: tuple[int, int], dtyp
     if split_d:
         x_BTD = lax.all_to_all(x_BTD, "fsdp", split_axis=0, concat_axis=2, tiled=True)
     return x_BTD
+
+
+def lay_out(g: jax.Array) -> jax.Array:
+    """The gradient of a parameter, laid out as TPUs store that parameter.
+
+    Columns fill 128 lanes, so of a part of an embedding with fewer the rows are stored along them;
+    the gradient, a sum into rows, comes out the other way. Left to itself the compiler moves
+    parameter and moments to the gradient, from the start of the step and padded: 0.23 GB of
+    Qwen3-0.6B over 16 chips.
+    """
+    if g.ndim != 2 or g.shape[1] >= LANES:
+        return g
+    by_columns = partial(with_layout_constraint, layouts=Layout(major_to_minor=(1, 0)))
+    return lax.platform_dependent(g, tpu=by_columns, default=lambda g: g)
 
 
 def refetch(body, *, scanned: bool):
