@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from localtrain import optim, sharding
 from localtrain.losses import Head, weighted_nll_sum
 from localtrain.nn.decoder import Context, Network
-from localtrain.nn.parallel import BATCH_AXES, balance, lay_out, size, total
+from localtrain.nn.parallel import BATCH_AXES, balance, finish_first, lay_out, size, total
 
 if TYPE_CHECKING:
     from localtrain.config import RunConfig
@@ -101,7 +101,10 @@ def batch_loss(
     context = Context(batch["tokens"], batch["positions"], batch["segments"])
     h_BTD = network.hidden(_used(params, slots), context, remat=run.train.remat)
     # Its own use of the matrix that may be the embedding too: that one is float32, for the sum.
-    w, head = _head(network, _used(params, slots, network.policy.compute_dtype), run.train.z_loss)
+    ends = _used(params, slots, network.policy.compute_dtype)
+    name = "embed_VD" if network.spec.tied else "head_DV"
+    h_BTD, ends[name] = finish_first(h_BTD, ends[name])
+    w, head = _head(network, ends, run.train.z_loss)
     return weighted_nll_sum(head, w, h_BTD, batch["labels"], batch["weights"])
 
 
@@ -114,7 +117,7 @@ def _head(network: Network, params: Tree, z_loss: float = 0.0) -> tuple[jax.Arra
 
 def _used(params: Tree, slots: Tree | None, dtype: jnp.dtype | None = None) -> Tree:
     if slots is None:
-        return params
+        return dict(params)
     return {
         name: _Layers(tree, slots[name])
         if name.startswith("stack_")

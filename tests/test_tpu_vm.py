@@ -216,7 +216,7 @@ def qwen():
 def test_qwen_on_16_chips_needs_no_more_than_in_maxtext(qwen):
     """MaxText's own compile of the same: 0.45 GB of arguments and 6.42 of temporaries."""
     memory = qwen["memory_per_device"]
-    assert memory["arguments"] <= 0.45e9 and memory["temporaries"] <= 2.1e9
+    assert memory["arguments"] <= 0.45e9 and memory["temporaries"] <= 2.0e9
     assert qwen["fits"]
 
 
@@ -237,13 +237,13 @@ def test_the_flops_of_qwen_are_those_counted_by_hand(qwen):
 @pytest.mark.tpu
 @pytest.mark.slow
 @libtpu
-def test_llama_8b_on_8_chips_needs_no_more_than_was_measured():
-    """2 rows of 4096 tokens a device. MaxText's compile: 12.05 + 12.85 GB, which is not met."""
+def test_llama_8b_on_8_chips_needs_no_more_than_in_maxtext():
+    """2 rows of 4096 tokens a device. MaxText's own compile: 12.05 + 12.85 GB."""
     keys = ("data.seq_len=4096", "train.batch_size=16", "train.remat=full")
     done = plan("llama-3.1-8b", "--backend", "tpu-vm", "--topology", "v5p:2x2x2", *keys)
     assert done.returncode == 0, done.stderr[-3000:]
     memory = json.loads(done.stdout)["memory_per_device"]
-    assert memory["arguments"] <= 12.05e9 and memory["temporaries"] <= 14.5e9
+    assert memory["arguments"] <= 12.05e9 and memory["temporaries"] < 12.85e9
 
 
 @pytest.mark.tpu

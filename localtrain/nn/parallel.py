@@ -219,6 +219,15 @@ def lay_out(g: jax.Array) -> jax.Array:
     return lax.platform_dependent(g, tpu=by_columns, default=lambda g: g)
 
 
+def finish_first(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both as they are; backwards, the gradient of w is scattered before that of x goes on.
+
+    Else that of the whole output matrix may wait, in float32, until all layers are through: 2.1 GB
+    of Llama-3.1-8B on each device.
+    """
+    return lax.optimization_barrier((x, w)) if size("fsdp") > 1 else (x, w)
+
+
 def refetch(body, *, scanned: bool):
     """`body` of a layer, keeping for the backward pass all but what came from other devices.
 
