@@ -160,6 +160,30 @@ def read(folder: Path, contents: Contents, template: Any, where: str | None = No
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
+def needs(folder: Path, contents: Contents, template: Any) -> Callable[[str], bool]:
+    """Which files `read` needs for the template, by name: of an array the parts that overlap what
+    this process's devices hold. Its .zarray must be in the folder; without, all its files are."""
+    known = {parts.dotted(name) for name in contents}
+    wanted = {parts.dotted(name): leaf for name, leaf in name_leaves(template).items()}
+    held = {name: _parts(leaf) for name, leaf in wanted.items()}
+    shapes = {name: parts.chunk_shape(folder / name) for name in wanted}
+
+    def needed(file: str) -> bool:
+        name, _, part = file.partition("/")
+        if name not in known:
+            return True
+        shape = shapes.get(name)
+        return name in wanted and (shape is None or parts.overlaps(part, shape, held[name]))
+
+    return needed
+
+
+def describing(template: Any) -> Callable[[str], bool]:
+    """Which files say how the arrays of a template are stored, for `needs`."""
+    files = {f"{parts.dotted(name)}/.zarray" for name in name_leaves(template)}
+    return lambda file: file in files
+
+
 def _where(folder: Path, name: str) -> dict[str, Any]:
     """Where a leaf is: a zarr array in Orbax's OCDBT database, or in a folder; its path dotted."""
     base = {"driver": "file", "path": f"{folder}/"}

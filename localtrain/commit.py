@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,6 +25,7 @@ COMMIT = "commit.json"
 FORMAT = 1
 _CHUNK = 4 << 20
 _SYNCS = 8  # files at a time: the disk writes their journals together
+_READS = 8
 
 
 class Damaged(DataError):
@@ -99,8 +101,8 @@ def write_commit(
     return record
 
 
-def read_commit(folder: str | os.PathLike) -> dict[str, Any]:
-    """The record of a committed folder whose files all exist with the recorded size.
+def read_commit(folder: str | os.PathLike, sizes: bool = True) -> dict[str, Any]:
+    """The record of a committed folder whose files all exist with the recorded size (`sizes`).
 
     Raises Uncommitted without a commit.json, Damaged naming the file otherwise. Contents are
     not read: `verify` does that.
@@ -114,21 +116,24 @@ def read_commit(folder: str | os.PathLike) -> dict[str, Any]:
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror or error}.") from error
     record = decode_commit(raw, str(path))
-    for name, entry in record["files"].items():
+    for name, entry in record["files"].items() if sizes else ():
         _check_size_here(folder / name, entry["size"])
     return record
+
+
+def only(record: dict[str, Any], needed: Callable[[str], bool]) -> dict[str, Any]:
+    """The record with those of its files that are needed, by their names in the checkpoint."""
+    inside = f"{record['folder']}/" if record.get("folder") else ""
+    files = {
+        name: entry for name, entry in record["files"].items() if needed(name.removeprefix(inside))
+    }
+    return {**record, "files": files}
 
 
 def without(record: dict[str, Any], part: str) -> dict[str, Any]:
     """The record without the files of one part of the state, such as the optimizer's, "opt"; those
     of checkpoints that keep all arrays in one database stay."""
-    inside = f"{record['folder']}/" if record.get("folder") else ""
-    files = {
-        name: entry
-        for name, entry in record["files"].items()
-        if not name.removeprefix(inside).startswith((f"{part}.", f"{part}/"))
-    }
-    return {**record, "files": files}
+    return only(record, lambda name: not name.startswith((f"{part}.", f"{part}/")))
 
 
 def uncommitted(where: str) -> Uncommitted:
@@ -141,7 +146,8 @@ def verify(folder: str | os.PathLike, record: dict[str, Any], where: str | None 
     where: what to call the folder, when it is a local copy.
     """
     folder = Path(folder)
-    for name, entry in record["files"].items():
+
+    def check(name: str, entry: dict[str, Any]) -> None:
         path = folder / name
         shown = str(path) if where is None else f"{where}/{name}"
         _check_size_here(path, entry["size"], shown)
@@ -154,6 +160,10 @@ def verify(folder: str | os.PathLike, record: dict[str, Any], where: str | None 
                 f"{shown} is damaged: its crc32c is {crc:08x}, {entry['crc32c']:08x} was recorded "
                 f"when it was written."
             )
+
+    with ThreadPoolExecutor(_READS) as pool:
+        for _ in pool.map(check, *zip(*record["files"].items(), strict=True)):
+            pass  # the first that is damaged, in the record's order, is raised
 
 
 def check_size(where: str, size: int | None, expected: int) -> None:

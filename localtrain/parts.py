@@ -67,6 +67,29 @@ def _place(at: list[int]) -> str:
     return ".".join(map(str, at)) or "0"
 
 
+def chunk_shape(folder: Path) -> tuple[int, ...] | None:
+    """The shape of an array's parts, by the .zarray in its folder; None if that does not say."""
+    try:
+        found = json.loads((folder / ".zarray").read_bytes())
+        shape, joined = tuple(found["chunks"]), found.get("dimension_separator", ".") == "."
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return shape if joined and all(type(size) is int and size > 0 for size in shape) else None
+
+
+def overlaps(file: str, shape: tuple[int, ...], wanted: list[Part]) -> bool:
+    """Whether a file in an array's folder is needed for some parts of it, when its own parts are of
+    a shape. What is not the name of a part is needed."""
+    at = file.split(".")
+    if len(at) != max(1, len(shape)) or not all(map(str.isdecimal, at)):
+        return True
+    spans = [(int(i) * size, (int(i) + 1) * size) for i, size in zip(at, shape, strict=False)]
+    return any(
+        all(a < stop and start < b for (a, b), (start, stop) in zip(spans, part, strict=False))
+        for part in wanted
+    )
+
+
 def write(folder: Path, leaves: dict[str, np.ndarray | Split], lead: bool) -> list[str]:
     """Write this process's parts of the arrays, one file each; returns the names of the files.
 

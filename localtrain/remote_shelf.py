@@ -36,7 +36,7 @@ class RemoteShelf(Shelf):
 
     def __init__(self, url: str):
         self.folder = url  # type: ignore[assignment]
-        self._fetched: dict[int, Stage] = {}
+        self._fetched: dict[int, tuple[Stage, set[str]]] = {}  # and the files in it, verified
         self._writing: dict[Path, Stage] = {}
 
     def where(self, step: int) -> str:
@@ -54,24 +54,31 @@ class RemoteShelf(Shelf):
     def holds(self, step: int) -> bool:
         return bool(storage.find_below(self.where(step)))
 
-    def record(self, step: int) -> dict[str, Any]:
+    def record(self, step: int, sizes: bool = True) -> dict[str, Any]:
         where = storage.join(self.where(step), commit.COMMIT)
         try:
             raw = storage.read_bytes(where)
         except FileNotFoundError as error:
             raise commit.uncommitted(self.where(step)) from error
         record = commit.decode_commit(raw, where)
-        sizes = storage.find_below(self.where(step))
-        for name, entry in record["files"].items():
-            commit.check_size(storage.join(self.where(step), name), sizes.get(name), entry["size"])
+        found = storage.find_below(self.where(step)) if sizes else {}
+        for name, entry in record["files"].items() if sizes else ():
+            commit.check_size(storage.join(self.where(step), name), found.get(name), entry["size"])
         return record
 
     def fetch(self, step: int, record: dict[str, Any]) -> Path:
         if step not in self._fetched:
-            stage = Stage()
-            self._download(step, record, stage.path)
-            self._fetched[step] = stage
-        return self._fetched[step].path / record.get("folder", "")
+            self._fetched[step] = Stage(), set()
+        stage, have = self._fetched[step]
+        missing = {name: at for name, at in record["files"].items() if name not in have}
+        if missing:
+            try:
+                self._download(step, {**record, "files": missing}, stage.path)
+            except BaseException:
+                self.release(step)  # its room is needed for the step before
+                raise
+            have.update(missing)
+        return stage.path / record.get("folder", "")
 
     def _download(self, step: int, record: dict[str, Any], local: Path) -> None:
         names = record["files"]
@@ -93,7 +100,7 @@ class RemoteShelf(Shelf):
 
     def release(self, step: int) -> None:
         if step in self._fetched:
-            self._fetched.pop(step).close()
+            self._fetched.pop(step)[0].close()
 
     def check_room(self, folder: Path, need: int) -> None:
         try:

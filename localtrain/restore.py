@@ -7,19 +7,22 @@ nothing. What lies behind a URL is copied to a local folder first.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from localtrain import arrays, commit, processes, storage
-from localtrain.errors import DataError
+from localtrain import arrays, commit, errors, processes, storage
+from localtrain.errors import DataError, LocaltrainError, StorageError
 from localtrain.shelf import open_shelf
 
 log = logging.getLogger(__name__)
 
 META = "meta.json"
+T = TypeVar("T")
 
 
 class CheckpointReader:
@@ -75,26 +78,8 @@ class CheckpointReader:
         Raises DataError as `restore` does.
         """
         if step is not None:
-            return step, self._checked_meta(step)
-        strict |= self.strict
-        problems = []
-        for candidate in reversed(self.shelf.numbered()):
-            try:
-                meta = self._checked_meta(candidate)
-            except DataError as error:
-                if candidate not in self.shelf.numbered():  # deleted by a writer meanwhile
-                    return self.read_meta(None, strict)
-                if strict and not isinstance(error, commit.Uncommitted):
-                    raise
-                problems.append(str(error))
-                self._damaged.add(candidate)
-                continue
-            if problems:
-                log.warning("%s Falling back to step %d.", " ".join(problems), candidate)
-            return candidate, meta
-        if problems:
-            raise _all_damaged(self.folder, problems)
-        raise DataError(f"There is no checkpoint in {self.folder}.")
+            return step, self._check_all(step)
+        return self._newest(strict, self.shelf.numbered, self._check_all)
 
     def restore(
         self,
@@ -107,60 +92,146 @@ class CheckpointReader:
         """Read the state of `step` (None: the newest) onto `template`; returns (state, meta).
 
         template: pytree of jax.ShapeDtypeStruct or arrays; a sharding on a leaf is used, else
-        the default device. Size and crc32c of every file are checked first. A damaged newest
-        checkpoint is named in a warning and the one before is used; with `strict`, or a given
-        step, it is a DataError. Other arrays than the template's are a DataError that names
+        the default device. Size and crc32c of every file that is used are checked first. A damaged
+        newest checkpoint is named in a warning and the one before is used; with `strict`, or a
+        given step, it is a DataError. Other arrays than the template's are a DataError that names
         them, but `partial` reads a part of the checkpoint and `cast` converts dtypes.
+
+        All processes of a run call it. Each fetches and checks the parts that its devices hold,
+        and what one finds damaged none of them uses.
         """
-        found, meta = self._choose(step, strict)
+
+        def check(step: int) -> tuple[Path, dict]:
+            return _in_all(lambda: self._check_parts(step, template, partial, cast))
+
+        if step is None:
+            numbered = functools.partial(processes.by_lead, self.shelf.numbered)
+            found, (folder, meta) = self._newest(strict, numbered, check)
+        else:
+            found, (folder, meta) = step, check(step)
         where = self.shelf.where(found)
-        arrays.compare(meta["arrays"], template, where, partial=partial, cast=cast)
         try:
-            return arrays.read(self.local(found), meta["arrays"], template, where), meta
+            return arrays.read(folder, meta["arrays"], template, where), meta
         except DataError:
-            if step is None and found not in self.shelf.numbered():  # a writer went on: look again
+            if step is None and processes.count() == 1 and found not in self.shelf.numbered():
+                # a writer went on: look again
                 return self.restore(None, template, strict, partial, cast)
             raise
         finally:
-            self._local.pop(found, None)
-            self.shelf.release(found)
+            self._release(found)
 
-    def _choose(self, step: int | None, strict: bool) -> tuple[int, dict]:
-        """`read_meta`, by the lead of a run of several processes; the others read what it chose."""
-        chosen: list[tuple[int, dict]] = []
-
-        def choose() -> int:
-            chosen.append(self.read_meta(step, strict))
-            return chosen[0][0]
-
-        found = processes.by_lead(choose)
-        return chosen[0] if chosen else self.read_meta(found)
+    def _newest(
+        self, strict: bool, numbered: Callable[[], list[int]], check: Callable[[int], T]
+    ) -> tuple[int, T]:
+        """The newest step that passes a check, and what the check gave. The damaged are named."""
+        strict |= self.strict
+        tried: set[int] = set()
+        problems: list[str] = []
+        while left := [step for step in numbered() if step not in tried]:
+            candidate = left[-1]
+            tried.add(candidate)
+            try:
+                found = check(candidate)
+            except (commit.Damaged, commit.Uncommitted) as error:
+                self._release(candidate)
+                if candidate not in numbered():  # deleted by a writer meanwhile
+                    continue
+                if strict and isinstance(error, commit.Damaged):
+                    raise
+                problems.append(str(error))
+                self._damaged.add(candidate)
+                continue
+            if problems:
+                log.warning("%s Falling back to step %d.", " ".join(problems), candidate)
+            return candidate, found
+        if problems:
+            raise processes.in_all(_all_damaged(self.folder, problems))
+        raise processes.in_all(DataError(f"There is no checkpoint in {self.folder}."))
 
     def local(self, step: int) -> Path:
         """The local folder with the files of a step, verified: a copy, if they are behind a URL,
         which lives as long as this reader."""
         if step not in self._local:
-            self._checked_meta(step)
+            self._check_all(step)
         return self._local[step]
 
-    def _checked_meta(self, step: int) -> dict[str, Any]:
-        where = self.shelf.where(step)
-        if step not in self.shelf.numbered():
+    def _release(self, step: int) -> None:
+        self._local.pop(step, None)
+        self.shelf.release(step)
+
+    def _record(self, step: int, sizes: bool = True) -> dict[str, Any]:
+        """What a step holds. sizes: look for all of it, too."""
+        if sizes and step not in self.shelf.numbered():
             have = ", ".join(map(str, self.steps())) or "none"
-            raise DataError(f"There is no checkpoint of step {step} in {self.folder}: {have}.")
-        record = self.shelf.record(step)
-        if self._without:
-            record = commit.without(record, self._without)
-        folder = self._local[step] = self.shelf.fetch(step, record)
+            raise commit.Uncommitted(
+                f"There is no checkpoint of step {step} in {self.folder}: {have}."
+            )
+        record = self.shelf.record(step, sizes)
         if record.get("step") != step:
+            where = self.shelf.where(step)
             raise commit.Damaged(f"{where} holds step {record.get('step')}: it was renamed.")
+        return commit.without(record, self._without) if self._without else record
+
+    def _check_all(self, step: int) -> dict[str, Any]:
+        """Fetch and check all files; returns meta."""
+        folder = self.shelf.fetch(step, self._record(step))
+        self._local[step] = folder
+        return self._read_meta(step, folder)
+
+    def _check_parts(
+        self, step: int, template: Any, partial: bool, cast: bool
+    ) -> tuple[Path, dict[str, Any]]:
+        """Fetch and check what this process needs of the arrays in a template, after a comparison
+        with what there is; returns the local folder and meta."""
+        try:
+            record = self._record(step, sizes=processes.lead())  # one of all looks at every file
+        except commit.Uncommitted as error:
+            if processes.lead():
+                raise
+            raise StorageError(  # told only when the lead sees it
+                f"{self.shelf.where(step)} is a checkpoint for process 0, but process "
+                f"{processes.index()} finds no {commit.COMMIT} in it: the folder must be the same "
+                f"on all hosts."
+            ) from error
+        describing = arrays.describing(template)
+        first = commit.only(record, lambda file: file == META or describing(file))
+        folder = self.shelf.fetch(step, first)
+        meta = self._read_meta(step, folder)
+        contents = meta["arrays"]
+        arrays.compare(contents, template, self.shelf.where(step), partial=partial, cast=cast)
+        needed = arrays.needs(folder, contents, template)
+        rest = commit.only(
+            record, lambda file: needed(file) and not (file == META or describing(file))
+        )
+        return self.shelf.fetch(step, rest), meta
+
+    def _read_meta(self, step: int, folder: Path) -> dict[str, Any]:
         try:
             meta = json.loads((folder / META).read_bytes())
             found = {name: (dtype, tuple(shape)) for name, (dtype, shape) in meta["arrays"].items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            shown = storage.join(where, META)
+            shown = storage.join(self.shelf.where(step), META)
             raise commit.Damaged(f"{shown} is not what localtrain writes.") from error
         return {**meta, "arrays": found}
+
+
+def _in_all(action: Callable[[], T]) -> T:
+    """What `action` gives in each process; what it raises in the first of them is raised in all."""
+    if processes.count() == 1:
+        return action()
+    value, told = None, None
+    try:
+        value = action()
+    except LocaltrainError as error:
+        kind = type(error).__name__
+        told = {"kind": kind if hasattr(commit, kind) else processes.kind_of(error)}
+        told["message"] = str(error)
+    said = processes.gather(told, "restore")
+    first = processes.agree(next((one for one in said if one), None))
+    if first:
+        kind = getattr(commit, first["kind"], None) or getattr(errors, first["kind"])
+        raise processes.in_all(kind(first["message"]))
+    return value
 
 
 def find_checkpoint(path: str | os.PathLike) -> tuple[CheckpointReader, int | None]:

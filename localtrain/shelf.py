@@ -63,12 +63,18 @@ class Shelf:
         folder = self.folder / str(step)
         return folder.is_dir() and any(folder.iterdir())
 
-    def record(self, step: int) -> dict[str, Any]:
-        """The commit record; Uncommitted or Damaged when it cannot be believed."""
-        return commit.read_commit(self.folder / str(step))
+    def record(self, step: int, sizes: bool = True) -> dict[str, Any]:
+        """The commit record; Uncommitted or Damaged when it cannot be believed.
+
+        sizes: whether all files are there with their sizes, too: one look at each of them.
+        """
+        return commit.read_commit(self.folder / str(step), sizes)
 
     def fetch(self, step: int, record: dict[str, Any]) -> Path:
-        """The local folder with the files of a step, every one of them verified. Damaged."""
+        """The local folder with the files of a step that the record lists, each verified. Damaged.
+
+        A second call for other files of the step adds them.
+        """
         folder = self.folder / str(step)
         commit.verify(folder, record)
         return folder / record.get("folder", "")
