@@ -6,6 +6,7 @@ import os
 import queue
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -189,6 +190,22 @@ def test_a_run_goes_on_in_another_number_of_processes(folder, alone, tmp_path):
     assert [row["step"] for row in read_metrics(out) if row.get("event") == "resume"] == [4]
 
 
+def test_damage_that_only_one_process_can_see_takes_all_to_the_step_before(folder, pair, tmp_path):
+    """Or ends all with 3, by --strict."""
+    out = tmp_path / "damaged"
+    shutil.copytree(pair[0], out)
+    parts = (out / "checkpoints" / "8").glob("params.embed*/*")
+    (path,) = [part for part in parts if re.fullmatch(r"0\.1|1\.0", part.name)]
+    raw = path.read_bytes()
+    path.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+    for _, _, err in run(folder, out, "train.steps=10", "--strict", count=2, codes=[3, 3]):
+        assert f"{path} is damaged" in one_paragraph(err)
+    for _, _, err in run(folder, out, "train.steps=10", count=2):
+        assert f"{path} is damaged" in err and "Falling back to step 4" in err
+    assert [row["step"] for row in read_metrics(out) if row.get("event") == "resume"] == [4]
+    assert Checkpoints(out / "checkpoints").steps() == [4, 8, 10]
+
+
 @pytest.mark.slow
 def test_four_processes_train_as_one_does_and_hand_over_to_two(folder, alone, tmp_path):
     out = tmp_path / "four"
@@ -267,7 +284,7 @@ print("equal", count)
 
 
 @pytest.mark.parametrize(
-    "counts", [(2, 1), pytest.param((4, 1, 2, 4), marks=pytest.mark.slow)], ids=str
+    "counts", [(2, 1), pytest.param((4, 2, 1, 2, 4), marks=pytest.mark.slow)], ids=str
 )
 def test_what_is_restored_is_bitwise_what_was_saved(tmp_path, counts):
     """Each number of processes checks its own parts against the values, and saves them again."""
