@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,65 @@ def test_a_run_directory_that_became_read_only_is_refused_and_goes_on_when_it_is
     assert start(folder, out, "train.steps=8").returncode == 0
     assert [row["step"] for row in read_metrics(out) if "loss" in row] == list(range(1, 9))
     assert [row["step"] for row in read_metrics(out) if row.get("event") == "resume"] == [4]
+
+
+def mount(image, folder):
+    done = subprocess.run(["mount", "-o", "loop", str(image), str(folder)], capture_output=True)
+    return done.returncode == 0
+
+
+def unmount(folder):
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """(image, folder where it is mounted) of a disk of its own."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    try:
+        made = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True).returncode == 0
+    except OSError:
+        made = False
+    if not made or not mount(image, folder):
+        pytest.skip("needs mkfs.ext4 and the right to mount a disk image")
+    yield image, folder
+    if os.path.ismount(folder):
+        unmount(folder)
+
+
+def test_a_disk_that_turns_read_only_in_the_middle_of_a_run_ends_it_with_6(folder, disk):
+    """As the kernel does it after an error of the disk: under files that are open for writing,
+    where `mount -o remount,ro` is refused."""
+    image, top = disk
+    out = top / "run"
+    command = ("train", folder / "tiny.yaml", "--backend", "cpu", "--out", out)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*PROGRAM, *map(str, command), "train.steps=100000"], **pipes)
+    try:
+        while not Checkpoints(out / "checkpoints").steps():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.02)
+        subprocess.run(["mount", "-o", "remount,abort", str(top)], check=True)
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    refused(subprocess.CompletedProcess(command, process.returncode, "", said), str(out))
+    assert "Read-only file system" in said.splitlines()[-1] and said.count("error: ") == 1
+    assert "Traceback" not in said and "Logging error" not in said
+    steps = Checkpoints(out / "checkpoints").steps()
+    before = contents(out / "checkpoints" / str(steps[-1]))
+    unmount(top)
+    assert mount(image, top)  # repaired
+    assert contents(out / "checkpoints" / str(steps[-1])) == before
+    assert program(*command, f"train.steps={steps[-1] + 2}", "checkpoint.keep=9").returncode == 0
+    rows = read_metrics(out)
+    assert [row["step"] for row in rows if row.get("event") == "resume"] == [steps[-1]]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps[-1] + 3))
+    assert Checkpoints(out / "checkpoints").steps()[-2:] == [steps[-1], steps[-1] + 2]
 
 
 def test_a_new_run_directory_on_a_read_only_disk_is_refused(folder, tmp_path):
