@@ -102,9 +102,8 @@ def batch_loss(
     h_BTD = network.hidden(_used(params, slots), context, remat=run.train.remat)
     # Its own use of the matrix that may be the embedding too: that one is float32, for the sum.
     ends = _used(params, slots, network.policy.compute_dtype)
-    name = "embed_VD" if network.spec.tied else "head_DV"
-    h_BTD, ends[name] = finish_first(h_BTD, ends[name])
-    w, head = _head(network, ends, run.train.z_loss)
+    h_BTD, w = finish_first(h_BTD, ends[network.head_name])
+    w, head = _head(network, {**ends, network.head_name: w}, run.train.z_loss)
     return weighted_nll_sum(head, w, h_BTD, batch["labels"], batch["weights"])
 
 
@@ -117,7 +116,7 @@ def _head(network: Network, params: Tree, z_loss: float = 0.0) -> tuple[jax.Arra
 
 def _used(params: Tree, slots: Tree | None, dtype: jnp.dtype | None = None) -> Tree:
     if slots is None:
-        return dict(params)
+        return params
     return {
         name: _Layers(tree, slots[name])
         if name.startswith("stack_")

@@ -83,6 +83,7 @@ class Network:
         self.stacks = spec.stacks
         self.vocab = -(-spec.vocab // policy.vocab_multiple) * policy.vocab_multiple
         self.softcap = spec.softcap
+        self.head_name = "embed_VD" if spec.tied else "head_DV"  # the parameter
         out_std = WEIGHT_STD / math.sqrt(2 * len(spec.layers))
         self._ends, ends = nnx.split(Ends(spec, self.vocab))
         self._blocks, variables = [], ends.raw_mapping
@@ -150,7 +151,7 @@ class Network:
 
         This device's part of the vocabulary, where the program is split over `tensor`.
         """
-        name, layout = ("embed_VD", "vd") if self.spec.tied else ("head_DV", "dv")
+        name, layout = self.head_name, "vd" if self.spec.tied else "dv"
         w = self._whole(params[name], self.shapes[name].shape, self.axes[name])
         return own_vocab(w, layout.index("v"), self.vocab), layout
 
