@@ -65,7 +65,8 @@ def over_slices(options: argparse.Namespace) -> None:
     backend.set_jax(jax_platforms="cpu")
     if not options.json:
         print("| slice | devices | TFLOP | " + " | ".join(f"{k} MB" for k in KINDS), end=" | ")
-        print("arguments GB | temporaries GB | step s at best | compile s |\n|" + "---|" * 11)
+        print("sent GB | memory traffic GB | arguments GB | temporaries GB", end=" | ")
+        print("step s at best | compile s |\n|" + "---|" * 13)
     for name in options.topology:
         rows = options.rows * len(place.topology(name))
         keys = [f"data.seq_len={options.seq_len}", f"train.batch_size={rows}", "train.remat=full"]
@@ -83,6 +84,8 @@ def over_slices(options: argparse.Namespace) -> None:
             str(found["devices"]),
             f"{found['flops_per_step'] / found['devices'] / 1e12:.1f}",
             *(f"{x:.0f}" for x in sent),
+            f"{sum(found['sent_bytes_per_step'].values()) / 1e9:.1f}",
+            f"{found['memory_bytes_per_step'] / 1e9:.0f}",
             f"{memory['arguments'] / 1e9:.2f}",
             f"{memory['temporaries'] / 1e9:.2f}",
             f"{found['step_time_s']:.3f}",

@@ -171,6 +171,54 @@ def test_an_exchange_between_slices_is_a_send_through_the_host():
     assert cost.wire_bytes(program.collectives(), slices=4)[1] == 2 * size * 3 / 4
 
 
+FUSED = """HloModule jit_f, num_partitions=4
+
+%all-reduce-scatter.clone.1 (g: f32[512,128]) -> f32[264,128] {
+  %g = f32[512,128]{1,0:T(8,128)} parameter(0)
+  %zero = f32[] constant(0)
+  %pad.2 = f32[528,128]{1,0:T(8,128)} pad(%g, %zero), padding=0_16x0_0
+  %all-reduce.3 = f32[528,128]{1,0:T(8,128)} all-reduce(%pad.2), replica_groups={{0,2},{1,3}}
+  %start = u32[] constant(264)
+  ROOT %part = f32[264,128]{1,0:T(8,128)} dynamic-slice(%all-reduce.3, %start, %start)
+}
+
+%offloaded (p: f32[264,128]) -> f32[1056,128] {
+  %p = f32[264,128]{1,0:T(8,128)} parameter(0)
+  ROOT %w = f32[1056,128]{1,0:T(8,128)} all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%body (p: (s32[], f32[512,128])) -> (s32[], f32[512,128]) {
+  %p = (s32[], f32[512,128]{1,0:T(8,128)}) parameter(0)
+  %g = f32[512,128]{1,0:T(8,128)} get-tuple-element(%p), index=1
+  %f = f32[264,128]{1,0:T(8,128)} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.clone.1
+  %prepare = s32[]{:S(2)} custom-call(), PREPARE"
+  %go = ((f32[264,128], token[]), f32[1056,128]) call-start(%f, %prepare), to_apply=%offloaded
+  %done = f32[1056,128]{1,0:T(8,128)} call-done(%go)
+  ROOT %t = (s32[], f32[512,128]) tuple(%p, %g)
+}
+
+ENTRY %main (x: f32[512,128]) -> f32[] {
+  %x = f32[512,128]{1,0:T(8,128)} parameter(0)
+  %loop = (s32[], f32[512,128]) while(%x), body=%body, LOOP={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_scatters_that_a_tpu_fuses_and_gathers_that_its_other_cores_do_are_what_they_are():
+    text = FUSED.replace("LOOP", "backend_config")
+    program = hlo.read(text.replace("PREPARE", 'custom_call_target="PrepareAsyncCallStart'))
+    padded, part, whole = (rows * 128 * 4 for rows in (528, 264, 1056))
+    assert hlo.by_kind(program.collectives()) == {
+        "reduce-scatter": {"count": 3, "bytes": 3 * padded},
+        "all-gather": {"count": 3, "bytes": 3 * whole},
+    }
+    sent = 3 * (padded / 2 + whole * 3 / 4)  # a sum would be twice the first
+    assert cost.wire_bytes(program.collectives(), slices=1) == (sent, 0)
+    # the gradient read, its part written; the part read, the whole written: each once a turn
+    assert hlo.memory_bytes(program) == 3 * (512 * 128 * 4 + part + part + whole)
+    assert hlo.kernels(program) == {}
+
+
 ON_TPU = """
 import json, sys
 import jax, jax.numpy as jnp

@@ -189,6 +189,23 @@ def test_a_small_program_is_compiled_for_a_slice(small):
 
 
 @pytest.mark.tpu
+@libtpu
+def test_over_many_chips_a_matrix_is_gathered_and_its_gradient_scattered_not_summed(
+    tmp_path, tiny_config
+):
+    wide = {**tiny_config, "hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    keys = (f"model.path={tmp_path}", "data.seq_len=256", "train.batch_size=64")
+    done = plan("quickstart", "--topology", "v5p:4x4x4", "train.remat=full", *keys)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["devices"] == found["mesh"]["fsdp"] == 64
+    # twice gathered in bfloat16, once scattered in float32; a sum would send twice as much
+    ways = 63 / 64
+    assert found["sent_bytes_per_step"]["link"] < 1.1 * (2 * 2 + 4) * found["parameters"] * ways
+
+
+@pytest.mark.tpu
 @pytest.mark.slow
 @libtpu
 def test_between_slices_only_replica_is_exchanged(small):

@@ -84,7 +84,7 @@ class Program:
                 if one.op == "while":
                     inner = (*loops, called)
                     yield from self.walk(called, times * self.trips(one), inner, fused)
-                elif one.op in ("call", "async-start"):
+                elif one.op in ("call", "call-start", "async-start"):
                     yield from self.walk(called, times, loops, fused)
                 elif one.op in ("fusion", "custom-call"):
                     yield from self.walk(called, times, loops, True)
@@ -141,7 +141,11 @@ class Program:
             arrays = arrays[1:2]  # of (input, output, two counters)
         elif one.op.endswith("-start") and kind != "all-reduce":
             arrays = arrays[len(arrays) // 2 :]  # of (inputs, outputs)
-        count = sum(arrays) * (size if kind == "reduce-scatter" else 1)
+        if kind == "all-reduce" and use.computation.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # TPU: fused with the cut of a device's part, and run as one
+        elif kind == "reduce-scatter":
+            arrays = [part * size for part in arrays]
+        count = sum(arrays)
         name = one.attribute("op_name")
         return Collective(kind, count, size, groups, use.times, use.loops, one.type, name)
 

@@ -29,6 +29,7 @@ _FREE = {
     "opt-barrier",
     "optimization-barrier",
     "async-start",
+    "call-start",
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "convert", "copy"}
@@ -39,6 +40,7 @@ _INTERNAL = (
     "AssumeGatherIndicesInBound",
     "GatherScatterIndicesBitpacked",
     "AsyncCollective",
+    "PrepareAsyncCall",
     "Sharding",
     "SPMD",
     "X64",

@@ -89,40 +89,56 @@ def _gather(dim: int, by_rows: bool, w: jax.Array) -> jax.Array:
 
 
 def _gather_forward(dim: int, by_rows: bool, w: jax.Array):
-    at_once = partial(lax.all_gather, axis_name="fsdp", axis=dim, tiled=True)
-    if by_rows and _rows(size("fsdp")) > 1:
-        pieces = partial(in_pieces, at_once)
-        return lax.platform_dependent(w, tpu=pieces, default=at_once), None
-    return at_once(w), None  # by its name: see `_is_ours`
+    return _on_tpus(gather, dim, _rows(size("fsdp"), 64), by_rows, w), None
 
 
 def _scatter(dim: int, by_rows: bool, _, g: jax.Array):
     # in float32: it is a sum over tokens, as that over micro-batches is
-    at_once, in_two = partial(scatter, dim, 1), partial(scatter, dim, _rows(size("fsdp")))
-    on_tpu = partial(in_pieces, in_two) if by_rows else in_two
-    return (lax.platform_dependent(g, tpu=on_tpu, default=at_once).astype(g.dtype),)
+    return (_on_tpus(scatter, dim, _rows(size("fsdp"), 8), by_rows, g).astype(g.dtype),)
 
 
 _gather.defvjp(_gather_forward, _scatter)
 
 
-def _rows(ways: int) -> int:
-    """Of the most square grid of `ways` devices; 1 (a line) below 8.
+def _on_tpus(exchange, dim: int, rows: int, by_rows: bool, x: jax.Array) -> jax.Array:
+    """`exchange` at once; on many TPUs in two steps, if there are rows, and a tied embedding's
+    `in_pieces`."""
+    at_once, tpu = partial(exchange, dim, 1), partial(exchange, dim, rows)
+    if by_rows and size("fsdp") >= 8:
+        tpu = partial(in_pieces, tpu)
+    elif rows == 1:
+        return at_once(x)
+    return lax.platform_dependent(x, tpu=tpu, default=at_once)
+
+
+def _rows(ways: int, least: int) -> int:
+    """Of the most square grid of `ways` devices; 1 (a line) below `least`.
 
     Over 8 devices of v5p:2x2x2, 16 of v5e:4x4 and 256 of v5e:16x16, libtpu 0.0.42 makes of one
-    scatter a sum of the whole matrix on every device, in bfloat16; of two, first between and then
-    within the rows of the grid, it makes none.
+    scatter a sum of the whole matrix on every device; of two, first between and then within the
+    rows of the grid, it makes none. It does so with one gather over 64 devices of v5p:4x4x4 and
+    more, not over 32 of v5p:2x4x4; there one is better, as it can run beside the products.
     """
-    return max(d for d in range(1, int(ways**0.5) + 1) if ways % d == 0) if ways >= 8 else 1
+    return max(d for d in range(1, int(ways**0.5) + 1) if ways % d == 0) if ways >= least else 1
+
+
+def _groups(rows: int) -> list:
+    """The devices that talk in each step: between the rows, then within them; or all of them."""
+    grid = np.arange(size("fsdp")).reshape(rows, -1)
+    return [grid.T.tolist(), grid.tolist()] if rows > 1 else [None]
+
+
+def gather(dim: int, rows: int, w: jax.Array) -> jax.Array:
+    """All devices' w, one after another along `dim`, in one step or two."""
+    for groups in reversed(_groups(rows)):
+        w = lax.all_gather(w, "fsdp", axis=dim, tiled=True, axis_index_groups=groups)
+    return w
 
 
 def scatter(dim: int, rows: int, g: jax.Array) -> jax.Array:
     """This device's part, along `dim`, of the float32 sum of all devices' g, in one step or two."""
     g = g.astype(jnp.float32)
-    if rows == 1:
-        return lax.psum_scatter(g, "fsdp", scatter_dimension=dim, tiled=True)
-    grid = np.arange(size("fsdp")).reshape(rows, -1)
-    for groups in (grid.T.tolist(), grid.tolist()):
+    for groups in _groups(rows):
         g = lax.psum_scatter(g, "fsdp", scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return g
 

@@ -57,6 +57,7 @@ class Plan:
     flops_per_step: float | None  # all devices, as compiled; None: the compiler gave no program
     memory_bytes_per_step: int | None  # read and written by one device
     collectives: dict[str, dict[str, int]]  # kind -> count, bytes: of one device in a step
+    sent_bytes_per_step: dict[str, float]  # by one device: to neighbours, to other slices
     step_time_s: float | None  # an estimate; None without figures of the device
     step_time_parts: dict[str, float]
     how: str  # what the estimate assumes
@@ -166,6 +167,7 @@ def _work(
         "flops_per_step": None,
         "memory_bytes_per_step": None,
         "collectives": {},
+        "sent_bytes_per_step": {},
         "step_time_s": None,
         "step_time_parts": {},
         "how": "not estimated: the compiler refused, so there is no program",
@@ -182,7 +184,10 @@ def _work(
     flops = program.flops() + cost.kernel_flops(program, _keys(network.spec, run.data.seq_len))
     fields["flops_per_step"] = flops * len(place.devices)
     fields["memory_bytes_per_step"] = moved = hlo.memory_bytes(program)
-    fields["collectives"] = hlo.by_kind(program.collectives())
+    exchanges = program.collectives()
+    fields["collectives"] = hlo.by_kind(exchanges)
+    sent = cost.wire_bytes(exchanges, place.slices)
+    fields["sent_bytes_per_step"] = dict(zip(("link", "network"), sent, strict=True))
     facts = place.facts
     if facts is None:
         kind = place.devices[0].device_kind
