@@ -174,12 +174,24 @@ def test_a_suggestion_that_rounds_says_so_above_its_lines(tiny):
 
 
 def test_without_time_nothing_is_searched(tiny):
-    found = plan(load_run("quickstart", tiny), backend="cpu", memory=10_000, minutes=0)
+    found = plan(load_run("quickstart", tiny), backend="cpu", memory=200_000, minutes=0)
     assert not found.fits and found.suggestion is None and found.advice
 
 
+def test_where_the_state_alone_is_too_large_more_devices_are_what_helps(tiny):
+    told = []
+    run = load_run("quickstart", tiny)
+    found = plan(run, backend="cpu", memory=10_000, progress=told.append)
+    assert not found.fits and found.suggestion is None and not told  # nothing else is compiled
+    least = found.parameters * 2 * 3  # parameters and two moments in bfloat16
+    assert f"take {least / 1e9:.2f} GB" in found.advice[0] and "more devices" in found.advice[0]
+    assert f"{-(-least // 10_000)} or more" in found.advice[0]
+    # less precise, not impossible: other settings are looked for
+    assert "train.param_dtype=bfloat16" in " ".join(plan(run, memory=least + 1, minutes=0).advice)
+
+
 def test_a_run_that_does_not_fit_says_so_and_names_the_keys_that_help(tiny, capfd):
-    assert command(["plan", "quickstart", "--backend", "cpu", "--memory", "10kB", *tiny]) == 0
+    assert command(["plan", "quickstart", "--backend", "cpu", "--memory", "200kB", *tiny]) == 0
     said = capfd.readouterr().out
     assert "IT DOES NOT FIT" in said and "0.00 GB (as given)" in said
     for key in ("train.remat=full", "optim.state_dtype=bfloat16", "train.param_dtype=bfloat16"):

@@ -105,10 +105,14 @@ def plan(
         if memory is not None:
             place = dataclasses.replace(place, available=memory, available_is="as given")
         found = compile_for(run, start, place)
-        if minutes <= 0 or (found.fits and not tune):
+        if found.fits and not tune:
             return found
-        from localtrain.plan.tune import search
+        from localtrain.plan.tune import beyond, search
 
+        if not found.fits and (advice := beyond(run, place, found.parameters)):
+            return dataclasses.replace(found, advice=advice)
+        if minutes <= 0:
+            return found
         suggestion = search(run, start, place, found, minutes * 60, progress)
     return dataclasses.replace(found, suggestion=suggestion)
 

@@ -10,6 +10,7 @@ fits, with figures of the device after two more that might be faster, or at its 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -99,6 +100,20 @@ def search(
         return None
     new = {key: value for key, value in chosen.changes.items() if value != now[key]}
     return _warning(chosen) + as_lines(new)
+
+
+def beyond(run: RunConfig, place: Place, parameters: int) -> list[str]:
+    """What is left to do where the state alone keeps every setting from fitting; else nothing."""
+    least = min(setting.state for setting in settings(run, place, parameters))
+    if least <= place.available:
+        return []
+    here, enough = len(place.devices), math.ceil(least * len(place.devices) / place.available)
+    return [
+        f"more devices (no setting of this run can fit on {here}: parameters and optimizer take "
+        f"{least / 1e9:.2f} GB of {'it' if here == 1 else 'each'} even in bfloat16; {enough} or "
+        "more have room for them)",
+        "a smaller model.preset",
+    ]
 
 
 def settings(run: RunConfig, place: Place, parameters: int) -> Iterator[Setting]:
