@@ -85,6 +85,38 @@ def test_what_a_tpu_keeps_on_the_chip_is_no_memory_traffic():
     assert hlo.kernels(program) == {"splash_mha_fwd": 1}
 
 
+TILED = """HloModule jit_f
+
+%other_tiles (a: bf16[9,64,128]) -> bf16[9,64,128] {
+  %a = bf16[9,64,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %c = bf16[9,64,128]{2,1,0:T(8,128)(2,1)} copy(%a)
+}
+
+%square_of_layer (p0: bf16[9,64,128], p1: s32[]) -> f32[64,128] {
+  %p0 = bf16[9,64,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %p1 = s32[] parameter(1)
+  %t = bf16[9,64,128]{2,1,0:T(8,128)(2,1)} fusion(%p0), kind=kLoop, calls=%other_tiles
+  %s = bf16[1,64,128]{2,1,0:T(8,128)(2,1)} dynamic-slice(%t, %p1), dynamic_slice_sizes={1,64,128}
+  %b = bf16[64,128]{1,0:T(8,128)(2,1)} bitcast(%s)
+  ROOT %m = f32[64,128]{1,0:T(8,128)} multiply(%b, %b)
+}
+
+ENTRY %main (x: bf16[9,64,128], i: s32[]) -> f32[64,128] {
+  %x = bf16[9,64,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %i = s32[]{:T(128)S(6)} parameter(1)
+  %s = ((bf16[9,64,128]), bf16[2,64,128]{2,1,0:T(16,128)S(1)}, s32[]) slice-start(%x), slice={}
+  %d = bf16[2,64,128]{2,1,0:T(16,128)S(1)} slice-done(%s)
+  ROOT %f = f32[64,128]{1,0:T(8,128)} fusion(%x, %i), kind=kLoop, calls=%square_of_layer
+}
+"""
+
+
+def test_of_a_stack_that_a_tpu_tiles_anew_or_fetches_in_part_only_the_part_is_read():
+    layer = 64 * 128 * 2
+    # two layers fetched onto the chip; one read, its square written in float32
+    assert hlo.memory_bytes(hlo.read(TILED)) == 2 * layer + layer + 2 * layer
+
+
 GPU = """HloModule jit_f
 
 ENTRY %main (x: bf16[2,256,4,64]) -> f32[] {

@@ -83,8 +83,10 @@ def _traffic(program: Program, use: Use) -> int:
         return 0
     if one.op in ("send", "recv"):  # (array, flag, token)
         return _size(one.arrays[:1])
-    if one.op in ("copy-start", "slice-start"):  # (to, from, flag) or ((from), to, flag)
-        return sum(_size([array]) for array in one.arrays if array.kind != "u32")
+    if one.op == "copy-start":  # (to, from, flag)
+        return _size(one.arrays[:2])
+    if one.op == "slice-start":  # ((from), to, flag)
+        return one.arrays[1].bytes + _size(one.arrays[1:2])
     if one.op.startswith(KINDS):
         return _size(one.arrays) + sum(_size(other.arrays) for other in taken)
     if one.op in _SLICES:
@@ -133,7 +135,7 @@ def _needed(program: Program, body: list[Instruction], value: Instruction, whole
             needed += sum(array.bytes for array in user.arrays)
         elif user.op == "dynamic-update-slice" and user.operands[0] == value.name:
             continue  # updated in place
-        elif user.op in _VIEWS and not user.is_root:
+        elif _is_view(program, user) and not user.is_root:
             needed += _needed(program, body, user, whole)
         elif user.op == "fusion":
             inner = program.computations.get(_called(user), [])
@@ -141,6 +143,14 @@ def _needed(program: Program, body: list[Instruction], value: Instruction, whole
         else:
             return whole
     return needed
+
+
+def _is_view(program: Program, one: Instruction) -> bool:
+    """Whether, inside a fusion, it is the same values in another shape, type or tiling."""
+    if one.op != "fusion":
+        return one.op in _VIEWS
+    body = program.computations.get(_called(one), [])
+    return all(inner.op in ("parameter", *_VIEWS) for inner in body)
 
 
 def _written(body: list[Instruction], one: Instruction) -> int:
