@@ -167,7 +167,7 @@ def test_a_suggestion_that_rounds_says_so_above_its_lines(tiny):
     place = dataclasses.replace(place, available=tight)
     first = dataclasses.replace(first, fits=False)
     told = []
-    said = tune.search(run, find_start(run, None), place, first, 600, told.append)
+    said, _ = tune.search(run, find_start(run, None), place, first, 600, told.append)
     assert said is not None, told
     assert said.startswith("# not the same training: optim.state_dtype round")
     assert yaml.safe_load(said)["optim"] == {"state_dtype": "bfloat16"}
@@ -186,8 +186,12 @@ def test_where_the_state_alone_is_too_large_more_devices_are_what_helps(tiny):
     least = found.parameters * 2 * 3  # parameters and two moments in bfloat16
     assert f"take {least / 1e9:.2f} GB" in found.advice[0] and "more devices" in found.advice[0]
     assert f"{-(-least // 10_000)} or more" in found.advice[0]
-    # less precise, not impossible: other settings are looked for
+    # room for the state and no more: other settings are looked for, and what they vary is no help
     assert "train.param_dtype=bfloat16" in " ".join(plan(run, memory=least + 1, minutes=0).advice)
+    found = plan(run, backend="cpu", memory=least + 1, progress=told.append)
+    assert found.suggestion is None and told[-1] == "none of them fits"
+    assert found.advice[0] == "more devices" and "bfloat16" not in " ".join(found.advice)
+    assert any(tip.startswith("data.seq_len=") for tip in found.advice)
 
 
 def test_a_run_that_does_not_fit_says_so_and_names_the_keys_that_help(tiny, capfd):

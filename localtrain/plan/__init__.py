@@ -113,8 +113,8 @@ def plan(
             return dataclasses.replace(found, advice=advice)
         if minutes <= 0:
             return found
-        suggestion = search(run, start, place, found, minutes * 60, progress)
-    return dataclasses.replace(found, suggestion=suggestion)
+        suggestion, advice = search(run, start, place, found, minutes * 60, progress)
+    return dataclasses.replace(found, suggestion=suggestion, advice=advice)
 
 
 def compile_for(run: RunConfig, start: Any, place: Place) -> Plan:

@@ -59,8 +59,11 @@ def search(
     first: Plan,
     seconds: float,
     progress: Callable[[str], None],
-) -> str | None:
-    """Lines of a run file, or None when nothing better fits. `first` is the run as it is."""
+) -> tuple[str | None, list[str]]:
+    """(lines of a run file, or None when nothing better fits; what else lowers the need).
+
+    `first` is the run as it is.
+    """
     from localtrain.plan import compile_for
 
     end = time.monotonic() + seconds
@@ -68,7 +71,7 @@ def search(
     learned: dict[str, float] = {}
     as_it_is = setting_of(run, place, first.parameters, now)
     _learn(learned, as_it_is, first)
-    best, chosen, after = (first if first.fits else None), as_it_is, 0
+    best, chosen, after, advice = (first if first.fits else None), as_it_is, 0, first.advice
     waiting = list(settings(run, place, first.parameters))
     progress(
         f"looking for the fastest setting that fits: {len(waiting)} settings, at most "
@@ -96,10 +99,15 @@ def search(
         after += found.fits and best is not None
         if found.fits and (best is None or _faster(found, best)):
             best, chosen = found, setting
+    else:
+        if best is None:
+            progress("none of them fits")
+            untried = [tip for tip in first.advice if not tip.startswith(tuple(now))]
+            advice = ["more devices", *untried]
     if best is None or chosen.changes == now:
-        return None
+        return None, advice
     new = {key: value for key, value in chosen.changes.items() if value != now[key]}
-    return _warning(chosen) + as_lines(new)
+    return _warning(chosen) + as_lines(new), advice
 
 
 def beyond(run: RunConfig, place: Place, parameters: int) -> list[str]:
