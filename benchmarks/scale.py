@@ -6,7 +6,7 @@
 
 Nothing runs: the real train step is compiled for that many devices (forced CPU devices unless
 --device names a card) in a process of its own and counted in the compiled program, loops multiplied
-out (localtrain/hlo.py). Rows per device stay the same. Bytes are those of the whole array that is
+out (localtrain/hlo). Rows per device stay the same. Bytes are those of the whole array that is
 gathered, scattered, summed or exchanged; a ring sends (n-1)/n of them, for a sum twice that.
 """
 
@@ -76,6 +76,9 @@ def over_slices(options: argparse.Namespace) -> None:
         found = json.loads(done.stdout)
         if options.json:
             print(json.dumps(found), flush=True)
+            continue
+        if found["flops_per_step"] is None:
+            print(f"{name}: {found['how']}", file=sys.stderr, flush=True)
             continue
         sent = [found["collectives"].get(kind, {"bytes": 0})["bytes"] / 1e6 for kind in KINDS]
         memory = found["memory_per_device"]

@@ -63,6 +63,28 @@ def test_a_loop_over_layers_reads_one_layer_each_time_and_updates_in_place():
     assert program.flops() == 7 * 2 * 4 * 8 * 16
 
 
+def test_a_loop_of_unknown_length_counts_once_and_is_told():
+    known, unknown = hlo.read(LOOP), hlo.read(LOOP.replace('"known_trip_count"', '"other"'))
+    assert (known.unknown_loops(), unknown.unknown_loops()) == (0, 1)
+    assert known.flops() == 7 * unknown.flops() > 0
+
+
+STARTED = """HloModule jit_f, num_partitions=4
+
+ENTRY %main (x: f32[8,4]) -> f32[32,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %g = (f32[8,4], f32[32,4], u32[], u32[]) all-gather-start(%x), replica_groups={{0,1,2,3}}
+  %d = f32[32,4]{1,0} all-gather-done(%g)
+}
+"""
+
+
+def test_of_a_gather_that_is_only_started_the_result_counts_and_its_input_once():
+    program = hlo.read(STARTED)
+    assert hlo.by_kind(program.collectives()) == {"all-gather": {"count": 1, "bytes": 32 * 4 * 4}}
+    assert hlo.memory_bytes(program) == (8 * 4 + 32 * 4) * 4
+
+
 TPU = """HloModule jit_f, num_partitions=2
 
 ENTRY %main (x: f32[64,128]) -> f32[] {

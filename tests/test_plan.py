@@ -101,7 +101,7 @@ def _merged(plain, changes):
 def test_the_fastest_settings_come_first_and_bfloat16_last(searched):
     run, found, _ = searched
     place = here(run, "cpu", None)
-    order = [setting.changes for setting in tune.settings(run, place, found.parameters)]
+    order = [setting.changes for setting in tune.settings(run, place, network_of(run, place))]
     assert order[0]["train.remat"] == "none" and order[0]["train.micro_batch"] is None
     exact = {"optim.state_dtype": "float32", "train.param_dtype": "float32"}
     assert {key: order[0][key] for key in exact} == exact
@@ -125,7 +125,12 @@ def candidates(tiny, count, *keys):
     run = load_run("quickstart", [*tiny, *keys])
     some = [Device(i) for i in range(count)]
     place = dataclasses.replace(here(run, "cpu", None), devices=some)
-    return [setting.changes for setting in tune.settings(run, place, PARAMETERS)]
+    return [setting.changes for setting in tune.settings(run, place, network_of(run, place))]
+
+
+def network_of(run, place):
+    start = find_start(run, None)
+    return job.make_network(run, start.hf, start.name, place.backend)
 
 
 def test_every_divisor_of_the_rows_and_every_mesh_is_one_candidate(tiny):
@@ -167,7 +172,8 @@ def test_a_suggestion_that_rounds_says_so_above_its_lines(tiny):
     place = dataclasses.replace(place, available=tight)
     first = dataclasses.replace(first, fits=False)
     told = []
-    said, _ = tune.search(run, find_start(run, None), place, first, 600, told.append)
+    network = network_of(run, place)
+    said, _ = tune.search(run, find_start(run, None), network, place, first, 600, told.append)
     assert said is not None, told
     assert said.startswith("# not the same training: optim.state_dtype round")
     assert yaml.safe_load(said)["optim"] == {"state_dtype": "bfloat16"}
@@ -185,7 +191,8 @@ def test_where_the_state_alone_is_too_large_more_devices_are_what_helps(tiny):
     assert not found.fits and found.suggestion is None and not told  # nothing else is compiled
     least = found.parameters * 2 * 3  # parameters and two moments in bfloat16
     assert f"take {least / 1e9:.2f} GB" in found.advice[0] and "more devices" in found.advice[0]
-    assert f"{-(-least // 10_000)} or more" in found.advice[0]
+    # a sixteenth is too much, with norms that each device has: 6 * (26624 / 16 + 480) bytes
+    assert "over mesh.fsdp=32 there is room" in found.advice[0]
     # room for the state and no more: other settings are looked for, and what they vary is no help
     assert "train.param_dtype=bfloat16" in " ".join(plan(run, memory=least + 1, minutes=0).advice)
     found = plan(run, backend="cpu", memory=least + 1, progress=told.append)
@@ -194,8 +201,25 @@ def test_where_the_state_alone_is_too_large_more_devices_are_what_helps(tiny):
     assert any(tip.startswith("data.seq_len=") for tip in found.advice)
 
 
+def test_what_a_device_holds_is_what_the_mesh_really_splits(tiny):
+    run = load_run("quickstart", tiny)
+    place = here(run, "cpu", None)
+    network = network_of(run, place)
+    norms = 2 * 96 + 32
+    whole, axes = PARAMETERS, ("replica", "fsdp", "context", "expert", "tensor")
+
+    def part(**sizes):
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.get(axis, 1) for axis in axes), axes)
+        return tune.held(network, mesh)
+
+    assert part() == part(replica=2) == part(context=4) == whole
+    assert part(fsdp=3) == whole  # does not divide dim 32
+    assert part(fsdp=4) == part(fsdp=4, replica=2) == (whole - norms) // 4 + norms
+
+
 def test_a_run_that_does_not_fit_says_so_and_names_the_keys_that_help(tiny, capfd):
-    assert command(["plan", "quickstart", "--backend", "cpu", "--memory", "200kB", *tiny]) == 0
+    line = ["plan", "quickstart", "--backend", "cpu", "--memory", "200kB", "--minutes", "0"]
+    assert command([*line, *tiny]) == 0
     said = capfd.readouterr().out
     assert "IT DOES NOT FIT" in said and "0.00 GB (as given)" in said
     for key in ("train.remat=full", "optim.state_dtype=bfloat16", "train.param_dtype=bfloat16"):

@@ -83,14 +83,15 @@ class Program:
             for called in _CALLED.findall(one.rest):
                 if one.op == "while":
                     inner = (*loops, called)
-                    yield from self.walk(called, times * self.trips(one), inner, fused)
+                    yield from self.walk(called, times * (self.trips(one) or 1), inner, fused)
                 elif one.op in ("call", "call-start", "async-start"):
                     yield from self.walk(called, times, loops, fused)
                 elif one.op in ("fusion", "custom-call"):
                     yield from self.walk(called, times, loops, True)
 
-    def trips(self, one: Instruction) -> int:
-        """How often a loop runs: as noted, else what its counter is compared with; else 1."""
+    def trips(self, one: Instruction) -> int | None:
+        """How often a loop runs: as noted, else what its counter is compared with; None: unknown,
+        and it counts once."""
         if found := _TRIPS.search(one.rest):
             return int(found[1])
         condition = re.search(r"\bcondition=%?([\w.\-]+)", one.rest)
@@ -102,8 +103,13 @@ class Program:
         }
         for last in body:
             if last.op == "compare" and "direction=LT" in last.rest:
-                return next((known[name] for name in last.operands if name in known), 1)
-        return 1
+                return next((known[name] for name in last.operands if name in known), None)
+        return None
+
+    def unknown_loops(self) -> int:
+        """Loops whose length the text does not say, for example one that runs until it converges."""
+        uses = (use.instruction for use in self.walk())
+        return sum(one.op == "while" and self.trips(one) is None for one in uses)
 
     def _largest_branch(self, one: Instruction, times: int, loops, fused: bool) -> Iterator[Use]:
         found = _BRANCHES.findall(one.rest)
@@ -117,7 +123,8 @@ class Program:
         for use in self.walk():
             rest = use.instruction.rest
             if "async_collective_fusion_config" in rest:  # TPU: begin, go on and end, one channel
-                key = re.search(r"channel_id=(\d+)", rest)[1], use.loops
+                channel = re.search(r"channel_id=\d+", rest)
+                key = channel[0] if channel else use.instruction.name, use.loops
                 if key in begun:
                     continue
                 begun.add(key)
@@ -136,11 +143,7 @@ class Program:
             return None
         groups = replica_groups(one.rest)
         size = len(groups[0]) if groups else self.devices
-        arrays = [array.bytes for array in one.arrays]
-        if one.op == "collective-permute-start":
-            arrays = arrays[1:2]  # of (input, output, two counters)
-        elif one.op.endswith("-start") and kind != "all-reduce":
-            arrays = arrays[len(arrays) // 2 :]  # of (inputs, outputs)
+        arrays = [array.bytes for array in one.results]
         if kind == "all-reduce" and use.computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # TPU: fused with the cut of a device's part, and run as one
         elif kind == "reduce-scatter":

@@ -48,6 +48,16 @@ class Instruction:
         return arrays(self.type)
 
     @property
+    def results(self) -> list[Array]:
+        """As `arrays`, but of what an asynchronous start has, (inputs, outputs, counters), the
+        outputs; a copy has (to, from, counter)."""
+        if not self.op.endswith("-start") or self.op == "all-reduce-start":
+            return self.arrays
+        whole = [a for a in self.arrays if a.dims or a.kind not in ("u32", "s32")]
+        half = len(whole) // 2
+        return whole[:half] if self.op == "copy-start" else whole[half:]
+
+    @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(element type, dims) of each array of the result."""
         return [(array.kind, array.dims) for array in self.arrays]

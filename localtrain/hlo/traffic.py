@@ -85,10 +85,10 @@ def _traffic(program: Program, use: Use) -> int:
         return _size(one.arrays[:1])
     if one.op == "copy-start":  # (to, from, flag)
         return _size(one.arrays[:2])
-    if one.op == "slice-start":  # ((from), to, flag)
-        return one.arrays[1].bytes + _size(one.arrays[1:2])
+    if one.op == "slice-start":
+        return one.results[0].bytes + _size(one.results)
     if one.op.startswith(KINDS):
-        return _size(one.arrays) + sum(_size(other.arrays) for other in taken)
+        return _size(one.results) + sum(_size(other.arrays) for other in taken)
     if one.op in _SLICES:
         part = sum(array.bytes for array in one.arrays)
         return _size(one.arrays) + (part if _size(taken[0].arrays) else 0)

@@ -109,11 +109,12 @@ def plan(
             return found
         from localtrain.plan.tune import beyond, search
 
-        if not found.fits and (advice := beyond(run, place, found.parameters)):
+        network = make_network(run, start.hf, start.name, place.backend)
+        if not found.fits and (advice := beyond(run, place, network)):
             return dataclasses.replace(found, advice=advice)
         if minutes <= 0:
             return found
-        suggestion, advice = search(run, start, place, found, minutes * 60, progress)
+        suggestion, advice = search(run, start, network, place, found, minutes * 60, progress)
     return dataclasses.replace(found, suggestion=suggestion, advice=advice)
 
 
@@ -207,7 +208,7 @@ def _work(
             "link": time_s.link_s,
             "network": time_s.network_s,
         },
-        "how": time_s.how + _if_many_gpus(place),
+        "how": time_s.how + _if_many_gpus(place) + _if_unknown(program),
         "tokens_per_day": tokens / time_s.total_s * 86400,
         "mfu": model / time_s.total_s / facts.peak_flops / len(place.devices),
     }
@@ -219,6 +220,11 @@ def _if_many_gpus(place: Place) -> str:
     if count <= _ONE_HOST or is_tpu or place.facts is None or place.facts.link is None:
         return ""
     return f"; exchanges as if all {count} GPUs were on one host, which is too fast for several"
+
+
+def _if_unknown(program: hlo.Program) -> str:
+    loops = program.unknown_loops()
+    return f"; {loops} loops whose length is not in the program count once" if loops else ""
 
 
 def _keys(spec: Model, seq_len: int) -> float:

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.sharding import PartitionSpec
 
+from localtrain import sharding
 from localtrain.config import RunConfig
 from localtrain.errors import ConfigError
 from localtrain.job import run_mesh
+from localtrain.nn.decoder import Network
 from localtrain.plan.place import Place
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ class Setting:
 def search(
     run: RunConfig,
     start: Any,
+    network: Network,
     place: Place,
     first: Plan,
     seconds: float,
@@ -69,10 +73,11 @@ def search(
     end = time.monotonic() + seconds
     now = current(run)
     learned: dict[str, float] = {}
-    as_it_is = setting_of(run, place, first.parameters, now)
+    part = held(network, run_mesh(run, place.devices))
+    as_it_is = setting_of(run, place, network, part, now)
     _learn(learned, as_it_is, first)
     best, chosen, after, advice = (first if first.fits else None), as_it_is, 0, first.advice
-    waiting = list(settings(run, place, first.parameters))
+    waiting = list(settings(run, place, network))
     progress(
         f"looking for the fastest setting that fits: {len(waiting)} settings, at most "
         f"{seconds / 60:.0f} minutes"
@@ -110,21 +115,42 @@ def search(
     return _warning(chosen) + as_lines(new), advice
 
 
-def beyond(run: RunConfig, place: Place, parameters: int) -> list[str]:
+def beyond(run: RunConfig, place: Place, network: Network) -> list[str]:
     """What is left to do where the state alone keeps every setting from fitting; else nothing."""
-    least = min(setting.state for setting in settings(run, place, parameters))
+    least = min(setting.state for setting in settings(run, place, network))
     if least <= place.available:
         return []
-    here, enough = len(place.devices), math.ceil(least * len(place.devices) / place.available)
+    each = 2 if run.optim.name == "sgd" else 6  # in bfloat16: the parameter, two moments
+    dim = network.spec.dim
+    for ways in (n for n in range(2, dim + 1) if dim % n == 0):
+        over = jax.sharding.AbstractMesh(
+            tuple(ways if axis == "fsdp" else 1 for axis in sharding.AXES), sharding.AXES
+        )
+        if each * held(network, over) <= place.available:
+            room = f"; over mesh.fsdp={ways} there is room for them"
+            break
+    else:
+        room = ""
+    here = len(place.devices)
     return [
         f"more devices (no setting of this run can fit on {here}: parameters and optimizer take "
-        f"{least / 1e9:.2f} GB of {'it' if here == 1 else 'each'} even in bfloat16; {enough} or "
-        "more have room for them)",
+        f"{least / 1e9:.2f} GB of {'it' if here == 1 else 'each'} even in bfloat16{room})",
         "a smaller model.preset",
     ]
 
 
-def settings(run: RunConfig, place: Place, parameters: int) -> Iterator[Setting]:
+def held(network: Network, mesh: Any) -> int:
+    """Values of the parameters that one device of a mesh has."""
+    places = sharding.param_specs(mesh, network.shapes, network.axes)
+
+    def part(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        names = [n for split in spec for n in ((split,) if isinstance(split, str) else split or ())]
+        return math.prod(shape.shape) // math.prod(mesh.shape[name] for name in names)
+
+    return sum(jax.tree.leaves(jax.tree.map(part, network.shapes, places)))
+
+
+def settings(run: RunConfig, place: Place, network: Network) -> Iterator[Setting]:
     """Every candidate: those that round as the run does before others, then the fastest first."""
     now, count, rows = current(run), len(place.devices), run.train.batch_size
     splits = [n for n in (1, 2, 4, 8) if count % n == 0 and n < max(count, 2)]
@@ -135,6 +161,7 @@ def settings(run: RunConfig, place: Place, parameters: int) -> Iterator[Setting]
         moment_types = dict.fromkeys([run.optim.state_dtype])
     param_types = dict.fromkeys([run.train.param_dtype, "bfloat16"])
     found: dict[Any, Setting] = {}
+    parts: dict[Any, int] = {}  # of the parameters, by the mesh
     for mesh, piece, remat, moments, params in itertools.product(
         meshes, pieces, _REMAT, moment_types, param_types
     ):
@@ -142,28 +169,32 @@ def settings(run: RunConfig, place: Place, parameters: int) -> Iterator[Setting]
         changes["train.micro_batch"] = None if piece == 1 else rows // piece
         changes |= {"train.remat": remat, "optim.state_dtype": moments, "train.param_dtype": params}
         try:
-            shape = run_mesh(_with(run, changes), place.devices).shape
+            made = run_mesh(_with(run, changes), place.devices)
         except (ConfigError, NotImplementedError):  # rows or a torus that cannot be split so
             continue
         # the run's own words for a mesh come first, and others for the same are left out
-        same = (*shape.values(), piece, remat, moments, params)
-        found.setdefault(same, setting_of(run, place, parameters, changes))
+        shape = tuple(made.shape.values())
+        if shape not in parts:
+            parts[shape] = held(network, made)
+        same = (*shape, piece, remat, moments, params)
+        found.setdefault(same, setting_of(run, place, network, parts[shape], changes))
     yield from sorted(found.values(), key=lambda setting: (len(setting.rounded), setting.cost))
 
 
-def setting_of(run: RunConfig, place: Place, parameters: int, changes: dict[str, Any]) -> Setting:
-    """A candidate with its estimates."""
+def setting_of(
+    run: RunConfig, place: Place, network: Network, part: int, changes: dict[str, Any]
+) -> Setting:
+    """A candidate with its estimates. part: values of the parameters on each device."""
     size = {"float32": 4, "bfloat16": 2}
     rows = changes["train.micro_batch"] or run.train.batch_size
     pieces = run.train.batch_size // rows
     devices, tensor = len(place.devices), changes["mesh.tensor"]
-    replica = max(run.mesh.replica, place.slices, 1)
     moments = 0 if run.optim.name == "sgd" else 2 * size[changes["optim.state_dtype"]]
     bytes_each = size[changes["train.param_dtype"]] + moments + (4 if pieces > 1 else 0)
-    state = bytes_each * parameters * replica / devices
+    state = bytes_each * part
     tokens = rows * run.data.seq_len / devices
     # dim x layers of a dense model: 12 x layers x dim^2 parameters, and layers about dim / 128
-    width = (parameters / 12) ** (2 / 3) / 5
+    width = (network.spec.parameters() / 12) ** (2 / 3) / 5
     cost = _REMAT[changes["train.remat"]] * (1 + 0.03 * (pieces - 1)) * (1 + 0.1 * (tensor > 1))
     rounded = tuple(key for key in _BFLOAT16 if changes[key] == "bfloat16" != current(run)[key])
     for key in rounded:
