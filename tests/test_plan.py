@@ -99,7 +99,7 @@ def _merged(plain, changes):
 
 
 def test_the_fastest_settings_come_first_and_bfloat16_last(searched):
-    run, found, _ = searched
+    run, _, _ = searched
     place = here(run, "cpu", None)
     order = [setting.changes for setting in tune.settings(run, place, network_of(run, place))]
     assert order[0]["train.remat"] == "none" and order[0]["train.micro_batch"] is None

@@ -107,7 +107,7 @@ class Program:
         return None
 
     def unknown_loops(self) -> int:
-        """Loops whose length the text does not say, for example one that runs until it converges."""
+        """Loops whose length the text does not say, as of one that runs until it converges."""
         uses = (use.instruction for use in self.walk())
         return sum(one.op == "while" and self.trips(one) is None for one in uses)
 
