@@ -175,6 +175,45 @@ def test_an_interrupt_before_training_is_exit_75(call, monkeypatch):
     assert code == 75 and is_one_paragraph(err)
 
 
+AMID_IMPORT = """
+import gc, os, signal, sys
+
+def interrupt(phase, _):
+    if "jax" in sys.modules:
+        gc.callbacks.remove(interrupt)
+        os.kill(os.getpid(), signal.SIGINT)  # what is raised in a callback, Python only prints
+
+gc.callbacks.append(interrupt)
+from localtrain.cli import main
+main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGINT of this kind on Windows")
+@pytest.mark.parametrize(
+    "line", ["plan quickstart", "train quickstart", "generate x", "export x y"]
+)
+def test_ctrl_c_in_the_import_of_jax_is_not_swallowed(line, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", AMID_IMPORT, *line.split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert done.returncode == 75 and done.stdout == ""
+    assert "Traceback" not in done.stderr and "tart the same command again" in done.stderr
+
+
+def test_an_import_that_ctrl_c_made_fail_is_exit_75(call, monkeypatch):
+    def half_imported(*_):
+        raise ImportError("initialization failed") from KeyboardInterrupt()
+
+    monkeypatch.setattr("localtrain.config.load_run", half_imported)
+    code, _, err = call("train", "quickstart")
+    assert code == 75 and is_one_paragraph(err)
+
+
 def test_errors_never_show_a_password(call, monkeypatch):
     raised = StorageError("s3://key:hunter2@bucket/x: denied")
     monkeypatch.setattr("localtrain.config.load_run", lambda *_: (_ for _ in ()).throw(raised))

@@ -6,6 +6,7 @@ in a run file is reported before jax is loaded. Results go to stdout, everything
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -32,6 +33,7 @@ BUG = (
     "this is a bug of localtrain, not of your run: please report it with the lines above and the "
     "output of `localtrain doctor`"
 )
+STOPPED = "stopped by a signal; start the same command again"
 
 
 @click.group(cls=Group)
@@ -59,12 +61,28 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller: `localtrain ... 2>&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    if os.getpid() == 1:  # of a container: the kernel drops signals that process 1 does not handle,
-        # and StopSignal follows seconds later, after jax
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if arguments is None:
-        sys.exit(run(sys.argv[1:], own=True))
-    sys.exit(run(arguments))
+    if arguments is not None:
+        sys.exit(run(arguments))
+    # A KeyboardInterrupt inside the import of jax is swallowed or becomes another error. Commands
+    # that have something to save or to remove take the signals over when they begin.
+    signal.signal(signal.SIGINT, _leave)
+    if os.getpid() == 1:  # of a container: the kernel drops signals that process 1 does not handle
+        signal.signal(signal.SIGTERM, _leave)
+    sys.exit(run(sys.argv[1:], own=True))
+
+
+def _leave(*_: object) -> None:
+    with contextlib.suppress(RuntimeError):  # in the middle of another line
+        _report(STOPPED, Stopped.exit_code)
+    _quit(Stopped.exit_code)
+
+
+def _quit(code: int) -> None:
+    """End without Python's tidying up: under a compile that still runs, that crashes."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, RuntimeError):
+            stream.flush()
+    os._exit(code)
 
 
 def run(arguments: list[str], own: bool = False) -> int:
@@ -91,7 +109,8 @@ def run(arguments: list[str], own: bool = False) -> int:
     except click.ClickException as error:
         return _report(_usage(error), 2, debug)
     except (KeyboardInterrupt, click.Abort):
-        return _report("stopped by a signal; start the same command again", Stopped.exit_code)
+        code = _report(STOPPED, Stopped.exit_code)
+        return _quit(code) if own else code
     except BrokenPipeError:  # `localtrain models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -101,9 +120,18 @@ def run(arguments: list[str], own: bool = False) -> int:
             return _report(BUG, 1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it would fail once more
         return _report("the output could not be written: the disk is full", StorageError.exit_code)
-    except Exception:
+    except Exception as error:
+        if _is_interrupt(error):
+            return _report(STOPPED, Stopped.exit_code)
         traceback.print_exc()
         return _report(BUG, 1)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether it began as Ctrl-C: the import of an extension makes an ImportError of that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _report(message: str, code: int, debug: bool = False) -> int:

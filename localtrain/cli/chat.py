@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ def talk(conversation: Chat) -> None:
     """Lines in, answers out, until the input ends."""
     live = sys.stdin.isatty()
     if live:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ends an answer, then the chat
         click.echo(HELP, err=True)
     for line in _lines(live):
         if line.startswith("/"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,6 +31,7 @@ def import_(hf_dir: str, out: str, as_json: bool) -> None:
     from localtrain.convert import import_hub
     from localtrain.progress import show_stages
 
+    _tidy_when_stopped()
     report = import_hub(hf_dir, out, show_stages())
     if as_json:
         return print_json(report.to_dict())
@@ -56,6 +59,7 @@ def export(source: str, out: str, check: bool, dtype: str | None, as_json: bool)
     from localtrain.convert import export_hub
     from localtrain.progress import show_stages
 
+    _tidy_when_stopped()
     report = export_hub(source, out, dtype=dtype, check=check, progress=show_stages())
     if as_json:
         return print_json(report.to_dict())
@@ -66,14 +70,26 @@ def export(source: str, out: str, check: bool, dtype: str | None, as_json: bool)
 
 
 def _prepare() -> None:
-    """Conversion needs no accelerator, and its numbers should not depend on one. A signal ends it
-    like Ctrl-C, so that what was begun is removed."""
+    """Conversion needs no accelerator, and its numbers should not depend on one."""
     from localtrain.backend import choose
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     backend, _ = choose("cpu")
     backend.prepare_environment(None, None)
+
+
+def _tidy_when_stopped() -> None:
+    """From here on a signal is an exception, so that what was begun is removed."""
+    import jax  # noqa: F401 - its import would make another error of the exception
+
+    def again(given: Any) -> None:  # it came in a callback, where Python cannot raise it
+        if issubclass(given.exc_type, KeyboardInterrupt):
+            threading.Timer(0.01, _thread.interrupt_main).start()
+        else:
+            sys.__unraisablehook__(given)
+
+    sys.unraisablehook = again
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def _print(report: Report) -> None:

@@ -80,25 +80,28 @@ def plan(
     install 'localtrain[tpu]' or 'localtrain[plan-gpu]'.
     """
     from localtrain.config import load_run
+    from localtrain.runtime import StopSignal
 
     loaded = load_run(run, overrides)
     # The compiler's own remarks about memory say less than the table below; errors are raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-    from localtrain.plan import plan as make_plan
+    with StopSignal.install() as stop:  # at once, though a compile may take minutes
+        stop.nothing_to_save(True)
+        from localtrain.plan import plan as make_plan
 
-    found = make_plan(
-        loaded,
-        backend,
-        device=device,
-        topology=topology,
-        slices=slices,
-        devices=devices,
-        memory=memory,
-        tune=tune,
-        minutes=minutes,
-        progress=lambda line: click.echo(line, err=True),
-    )
+        found = make_plan(
+            loaded,
+            backend,
+            device=device,
+            topology=topology,
+            slices=slices,
+            devices=devices,
+            memory=memory,
+            tune=tune,
+            minutes=minutes,
+            progress=lambda line: click.echo(line, err=True),
+        )
     print_json(found.to_dict()) if as_json else _show(found)
 
 

@@ -68,29 +68,33 @@ def _start(
     # before a run file from a pipe is read, and before anything that takes long to import
     restart_with(place.process_environment())
 
-    from localtrain import processes, storage
-    from localtrain.config import load_run
-    from localtrain.launcher import find_place
+    from localtrain.runtime import StopSignal
 
-    loaded = load_run(run, overrides)
-    _check_task(loaded.task, task)
-    find_place(**group)
-    storage.reach(out or "")  # and so is a URL without its package or credentials
+    with StopSignal.install() as stop:  # jax's import would swallow a KeyboardInterrupt
+        stop.nothing_to_save(True)  # until `train` has its own
+        from localtrain import processes, storage
+        from localtrain.config import load_run
+        from localtrain.launcher import find_place
 
-    from localtrain.goodput import process_start
-    from localtrain.train import train as start
+        loaded = load_run(run, overrides)
+        _check_task(loaded.task, task)
+        find_place(**group)
+        storage.reach(out or "")  # and so is a URL without its package or credentials
 
-    result = start(
-        loaded,
-        backend=backend,
-        out=out,
-        devices=devices,
-        override=override,
-        strict=strict,
-        dry_run=dry_run,
-        began=process_start(),
-        **group,
-    )
+        from localtrain.goodput import process_start
+        from localtrain.train import train as start
+
+        result = start(
+            loaded,
+            backend=backend,
+            out=out,
+            devices=devices,
+            override=override,
+            strict=strict,
+            dry_run=dry_run,
+            began=process_start(),
+            **group,
+        )
     if not processes.lead():
         return
     if as_json:

@@ -77,10 +77,13 @@ def search(
     as_it_is = setting_of(run, place, network, part, now)
     _learn(learned, as_it_is, first)
     best, chosen, after, advice = (first if first.fits else None), as_it_is, 0, first.advice
+    if best is not None and best.step_time_s is None:
+        progress("the speed of this device is not known, so no other setting is known to be faster")
+        return None, advice
     waiting = list(settings(run, place, network))
     progress(
         f"looking for the fastest setting that fits: {len(waiting)} settings, at most "
-        f"{seconds / 60:.0f} minutes"
+        f"{seconds / 60:g} min"
     )
     for setting in waiting:
         if setting.changes == now or _cannot_fit(setting, place.available, learned):
