@@ -125,9 +125,9 @@ def require_transformers() -> None:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"--check compares with transformers, but {' and '.join(missing)} is not installed; "
-            "nothing was written. Install it (pip install torch transformers), or export without "
-            "--check: the table compares what was written with the source in any case."
+            f"--check compares with transformers, but {' and '.join(missing)} cannot be imported; "
+            "nothing was written. Install what is missing (pip install torch transformers), or export "
+            "without --check: the table compares what was written with the source in any case."
         )
 
 

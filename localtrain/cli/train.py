@@ -30,7 +30,7 @@ BUILT = ("pretrain",)  # what this version can train
 def _options(command: Callable) -> Callable:
     for decorate in (
         click.option("--override", is_flag=True, help="Go on in --out although the run differs."),
-        click.option("--strict", is_flag=True, help="End where a checkpoint is damaged."),
+        click.option("--strict", is_flag=True, help="End where a committed checkpoint is damaged."),
         click.option("--dry-run", is_flag=True, help="Print the resolved run and its size only."),
         json_option,
         click.option("--out", metavar="URL", help="Run directory; default: runs/<name>."),

@@ -142,9 +142,15 @@ def _nothing_usable(sources: list[Source], skipped: dict, first: dict) -> str:
     names = ", ".join(source.path for source in sources)
     if not skipped:
         return f"source {names}: there is no text in it."
+    said = skips(skipped, first)
+    return f"source {names}: not one usable document: {said}".rstrip()
+
+
+def skips(skipped: dict[str, int], first: dict[str, str]) -> str:
+    """What was left out of the data, where it begins, and what to do about it."""
     reasons = "; ".join(f"{n} x {r}, first at {first.get(r, '?')}" for r, n in skipped.items())
     advice = " ".join(text for reason, text in ADVICE.items() if reason in skipped)
-    return f"source {names}: not one usable document: {reasons}. {advice}".rstrip()
+    return f"{reasons}. {advice}"
 
 
 def _build_locked(

@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from localtrain.data.build import Progress, cached_dataset
+from localtrain.data.build import Progress, cached_dataset, skips
 from localtrain.data.dataset import Dataset
 from localtrain.data.fingerprint import Fingerprint, make_fingerprint
 from localtrain.data.prefetch import Prefetcher
@@ -86,7 +86,7 @@ def prepare(
         train_sides, eval_sides, notes = split_documents(opened, data.eval_fraction)
     train = _view(train_sides, sources, run, tokenizer.size, cache_dir, stop)
     held = _view(eval_sides, eval_sources or sources, run, tokenizer.size, cache_dir, stop)
-    _check_enough(train, run)
+    _check_enough(train, run, opened)
     every = opened + more
     skipped: dict[str, int] = {}
     for dataset in every:
@@ -128,7 +128,7 @@ def _view(
     return View(parts, weights, run.seed, run.data.shuffle, size)
 
 
-def _check_enough(train: View, run: Any) -> None:
+def _check_enough(train: View, run: Any, opened: list[Dataset]) -> None:
     """A batch larger than the data must be refused before anything is compiled, not end as "done"
     with no step made."""
     rows, batch = train.rows, run.train.batch_size
@@ -137,10 +137,14 @@ def _check_enough(train: View, run: Any) -> None:
             "data.sources: no document has two tokens or more, so there is nothing to predict."
         )
     if rows < batch:
+        left_out = [
+            skips(d.index.skipped, d.index.first_skipped) for d in opened if d.index.skipped
+        ]
         raise DataError(
-            f"the training data give {rows} rows of data.seq_len {run.data.seq_len} tokens, fewer "
-            f"than one batch of train.batch_size {batch}. Set train.batch_size to at most {rows}, "
-            f"lower data.seq_len, or add data."
+            f"the training data give {rows} row{'s' * (rows != 1)} of data.seq_len "
+            f"{run.data.seq_len} tokens, fewer than one batch of train.batch_size {batch}. Set "
+            f"train.batch_size to at most {rows}, lower data.seq_len, or add data."
+            + "".join(f" Left out were {said}" for said in left_out).rstrip()
         )
 
 

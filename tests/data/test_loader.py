@@ -1,5 +1,7 @@
 """Batches: what is trained, in which order, on which process, and when it is refused."""
 
+import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -204,6 +206,14 @@ def test_fewer_rows_than_a_batch_are_refused_with_the_numbers(corpus_of, write_j
     assert "8 rows of data.seq_len 32 tokens" in message
     assert "train.batch_size 32" in message and "at most 8" in message
     assert corpus_of(path, batch_size=8, seq_len=32, packing="none").train.rows == 8
+
+
+def test_too_few_rows_because_others_were_left_out_says_which(corpus_of, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "x" * 31}) + "\n{broken\n{broken too\n")
+    with pytest.raises(DataError, match=r"give 1 row of data\.seq_len 32 tokens") as caught:
+        corpus_of(str(path), batch_size=2, seq_len=32, packing="none")
+    assert re.search(r"Left out were 2 x \w+, first at .*a\.jsonl:2", str(caught.value))
 
 
 def test_uneven_rows_give_every_process_the_same_number_of_batches(corpus_of, write_jsonl):
