@@ -126,8 +126,8 @@ def require_transformers() -> None:
     if missing:
         raise ConfigError(
             f"--check compares with transformers, but {' and '.join(missing)} cannot be imported; "
-            "nothing was written. Install what is missing (pip install torch transformers), or export "
-            "without --check: the table compares what was written with the source in any case."
+            "nothing was written. Install what is missing (pip install torch transformers), or "
+            "export without --check: the table compares what was written with the source anyway."
         )
 
 
