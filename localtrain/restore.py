@@ -206,11 +206,13 @@ class CheckpointReader:
         return self.shelf.fetch(step, rest), meta
 
     def _read_meta(self, step: int, folder: Path) -> dict[str, Any]:
+        shown = storage.join(self.shelf.where(step), META)
         try:
             meta = json.loads((folder / META).read_bytes())
             found = {name: (dtype, tuple(shape)) for name, (dtype, shape) in meta["arrays"].items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            shown = storage.join(self.shelf.where(step), META)
+        except OSError as error:
+            raise commit.unreadable(shown, error) from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise commit.Damaged(f"{shown} is not what localtrain writes.") from error
         return {**meta, "arrays": found}
 

@@ -1,6 +1,7 @@
 """Checkpoints survive kills, full disks and flipped bits, and come back bit for bit."""
 
 import errno
+import io
 import json
 import logging
 import os
@@ -417,6 +418,84 @@ def test_random_bytes_in_the_record_never_crash_a_reader(saved):
         if bytes(data) != intact:
             with pytest.raises(DataError):
                 saved.read_meta(3)
+
+
+# ---- a storage that fails says nothing about the checkpoint
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """Let every opening, or every look, at some files fail with an error number."""
+    opens, looks, scans = io.open, os.stat, os.scandir
+
+    def failing(call, chosen, code):
+        def fails(path, *args, **kwargs):
+            if not isinstance(path, int) and chosen(str(path)):
+                raise OSError(code, os.strerror(code), str(path))
+            return call(path, *args, **kwargs)
+
+        return fails
+
+    def refuse(call, chosen, code):
+        if call == "open":
+            monkeypatch.setattr(io, "open", failing(opens, chosen, code))
+            monkeypatch.setattr("builtins.open", failing(opens, chosen, code))
+        elif call == "stat":
+            monkeypatch.setattr(os, "stat", failing(looks, chosen, code))
+        else:
+            monkeypatch.setattr(os, "scandir", failing(scans, chosen, code))
+
+    return refuse
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        ("open", "commit.json"),
+        ("open", "meta.json"),
+        ("open", "params.embed/0.0"),
+        ("stat", "params.embed/0.0"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_a_storage_error_and_not_damage(
+    saved, refuse, monkeypatch, call, name, code
+):
+    path, before = str(saved.folder / "3" / name), sorted(os.listdir(saved.folder))
+    refuse(call, lambda at: at == path, code)
+    writer = Checkpoints(saved.folder)
+    told = re.escape(f"could not read {path}: {os.strerror(code)}")
+    for read in (writer.read_meta, lambda: writer.restore(None, template(make_state()))):
+        with pytest.raises(StorageError, match=told) as error:
+            read()
+        assert error.value.exit_code == 6
+    monkeypatch.undo()
+    writer.save(3, make_state(3), META, block=True)  # it is there
+    assert sorted(os.listdir(saved.folder)) == before
+    assert writer.restore(None, template(make_state()))[1]["step"] == 3
+
+
+def test_meta_that_cannot_be_read_after_its_check_is_a_storage_error(saved, refuse):
+    path, opened = str(saved.folder / "3" / "meta.json"), []
+
+    def second(at):
+        opened.extend([at] if at == path else [])
+        return at == path and len(opened) == 2
+
+    refuse("open", second, errno.EIO)
+    with pytest.raises(StorageError, match=r"could not read .*3/meta\.json: Input/output error"):
+        saved.read_meta()
+
+
+@pytest.mark.parametrize("name", ["commit.json", "meta.json", "params.embed/0.0"])
+def test_a_folder_in_the_place_of_a_file_is_damage(saved, name):
+    path = saved.folder / "3" / name
+    path.unlink()
+    path.mkdir()
+    reader = Checkpoints(saved.folder)
+    assert reader.restore(None, template(make_state()))[1]["step"] == 2
+    with pytest.raises(DataError, match=re.escape(str(path))):
+        reader.read_meta(3)
 
 
 # ---- leftovers and strangers
