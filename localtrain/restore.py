@@ -102,11 +102,18 @@ class CheckpointReader:
         """
 
         def check(step: int) -> tuple[Path, dict]:
-            return _in_all(lambda: self._check_parts(step, template, partial, cast))
+            try:
+                return _in_all(lambda: self._check_parts(step, template, partial, cast))
+            except BaseException:
+                self._release(step)
+                raise
 
         if step is None:
             numbered = functools.partial(processes.by_lead, self.shelf.numbered)
-            found, (folder, meta) = self._newest(strict, numbered, check)
+            try:
+                found, (folder, meta) = self._newest(strict, numbered, check)
+            except LocaltrainError as error:  # by what all know alike
+                raise processes.in_all(error)
         else:
             found, (folder, meta) = step, check(step)
         where = self.shelf.where(found)
@@ -145,8 +152,8 @@ class CheckpointReader:
                 log.warning("%s Falling back to step %d.", " ".join(problems), candidate)
             return candidate, found
         if problems:
-            raise processes.in_all(_all_damaged(self.folder, problems))
-        raise processes.in_all(DataError(f"There is no checkpoint in {self.folder}."))
+            raise _all_damaged(self.folder, problems)
+        raise DataError(f"There is no checkpoint in {self.folder}.")
 
     def local(self, step: int) -> Path:
         """The local folder with the files of a step, verified: a copy, if they are behind a URL,

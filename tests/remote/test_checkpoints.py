@@ -311,6 +311,16 @@ def test_a_full_local_disk_on_the_way_is_said_and_nothing_is_lost(small_disk, mo
         Checkpoints(big.folder).restore(None, {"x": jnp.ones(1_000_000)})
 
 
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_copy_is_removed_when_it_does_not_fit(tmp_path, step):
+    folder = f"memory://{uuid.uuid4().hex}"
+    Checkpoints(folder).save(1, state(1), {}, block=True)
+    reader = Checkpoints(folder)
+    with pytest.raises(DataError, match="does not fit"):
+        reader.restore(step, {"x": jnp.ones(3)})
+    assert os.listdir(tmp_path / "cache" / "localtrain" / "stage") == []
+
+
 def test_what_a_killed_process_left_on_the_disk_is_removed_by_the_next(tmp_path):
     code = (
         "import os, signal; from localtrain.stage import Stage; s = Stage(); "
