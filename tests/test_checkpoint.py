@@ -230,6 +230,14 @@ def test_a_mismatch_is_not_damage_and_does_not_fall_back(saved, caplog):
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+def test_only_what_all_processes_find_together_is_marked_as_known_to_all(tmp_path):
+    with pytest.raises(DataError, match="no checkpoint") as together:
+        Checkpoints(tmp_path).restore(None, template(make_state()))
+    with pytest.raises(DataError, match="no checkpoint") as alone:
+        Checkpoints(tmp_path).read_meta()
+    assert together.value.in_all and not hasattr(alone.value, "in_all")
+
+
 OTHER_DEVICES = """
 import os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
@@ -487,6 +495,26 @@ def test_meta_that_cannot_be_read_after_its_check_is_a_storage_error(saved, refu
         saved.read_meta()
 
 
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
+def test_a_folder_that_cannot_be_listed_is_a_storage_error(saved, refuse, code):
+    refuse("scandir", lambda at: at == str(saved.folder), code)
+    told = re.escape(f"could not list {saved.folder}: {os.strerror(code)}")
+    for read in (saved.steps, saved.latest, saved.read_meta):
+        with pytest.raises(StorageError, match=told):
+            read()
+
+
+def test_a_step_that_cannot_be_listed_is_a_storage_error(tmp_path, monkeypatch):
+    (tmp_path / "3").mkdir()
+
+    def fail(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(checkpoint.Path, "iterdir", fail)
+    with pytest.raises(StorageError, match=r"could not list .*3: Stale"):
+        Checkpoints(tmp_path).latest()
+
+
 @pytest.mark.parametrize("name", ["commit.json", "meta.json", "params.embed/0.0"])
 def test_a_folder_in_the_place_of_a_file_is_damage(saved, name):
     path = saved.folder / "3" / name
@@ -577,6 +605,41 @@ def test_a_lasting_failure_is_loud_and_leaves_the_previous_ones(saved, monkeypat
     monkeypatch.undo()
     assert sorted(os.listdir(saved.folder)) == ["1", "2", "3"]
     assert_same_bits(writer.restore(None, template(make_state()))[0], make_state(3))
+
+
+def test_a_failure_after_the_commit_leaves_what_was_committed(saved, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_RETRY_AFTER_S", 0.01)
+    rename = checkpoint.Path.rename
+
+    def late(path, target):
+        rename(path, target)  # done, but its answer was lost
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint.Path, "rename", late)
+    writer = Checkpoints(saved.folder, keep=0)
+    writer.save(5, make_state(5), META, block=True)
+    assert sorted(os.listdir(saved.folder)) == ["1", "2", "3", "5"]
+    assert_same_bits(writer.restore(None, template(make_state()))[0], make_state(5))
+
+
+def test_a_failure_says_of_earlier_checkpoints_only_what_is_known(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_RETRY_AFTER_S", 0.01)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def told(folder):
+        writer = Checkpoints(folder)
+        with pytest.raises(StorageError, match="step 4") as error:
+            writer.save(4, make_state(4), META, block=True)
+        return str(error.value)
+
+    monkeypatch.setattr(shelf.Shelf, "sweep", fail)
+    assert "the checkpoints of steps [1, 2, 3] are intact" in told(saved.folder)
+    assert "none was saved yet" in told(tmp_path / "new")
+    monkeypatch.setattr(os, "scandir", fail)
+    unknown = told(saved.folder)
+    assert "intact" not in unknown and "none was saved" not in unknown
 
 
 def test_a_failed_deletion_of_an_old_one_does_not_fail_the_save(saved, monkeypatch, caplog):
