@@ -112,8 +112,9 @@ class CheckpointReader:
             numbered = functools.partial(processes.by_lead, self.shelf.numbered)
             try:
                 found, (folder, meta) = self._newest(strict, numbered, check)
-            except LocaltrainError as error:  # by what all know alike
-                raise processes.in_all(error)
+            except LocaltrainError as error:
+                processes.in_all(error)  # they all found the same
+                raise
         else:
             found, (folder, meta) = step, check(step)
         where = self.shelf.where(found)

@@ -256,7 +256,8 @@ if count > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     processes.join(address, count, index)
 mesh = jax.make_mesh((count,), ("x",))
-places = {"rows": P("x"), "columns": P(None, "x"), "narrow": P("x"), "all": P(), "step": P(), "no": P("x")}
+places = {"rows": P("x"), "columns": P(None, "x"), "narrow": P("x"), "all": P(), "step": P()}
+places["no"] = P("x")
 random = np.random.default_rng(0)
 values = {
     "rows": random.normal(size=(8, 3)).astype(np.float32),
