@@ -428,6 +428,43 @@ def test_random_bytes_in_the_record_never_crash_a_reader(saved):
                 saved.read_meta(3)
 
 
+@pytest.mark.parametrize("limit, at_once", [(1, 1), (4000, 1), (8000, 2), (1 << 30, 4)])
+@pytest.mark.parametrize("wanted", [np.float32, jnp.bfloat16])
+def test_what_is_read_ahead_is_counted_in_whole_chunks(
+    tmp_path, monkeypatch, limit, at_once, wanted
+):
+    """A process that needs one row of each array still reads the chunks of 4000 bytes it is in."""
+    import tensorstore
+
+    written = {name: np.random.default_rng(0).random((100, 10), np.float32) for name in "abcd"}
+    arrays.write(tmp_path, written)
+    under_way, most = [], 0
+
+    class Watched:
+        def __init__(self, store):
+            self.store, self.shape, self.size = store, store.shape, store.size
+
+        def __getitem__(self, index):
+            return Watched(self.store[index])
+
+        def read(self):
+            nonlocal most
+            under_way.append(self)
+            most = max(most, len(under_way))
+            return self.store.read()
+
+    cast, assemble = tensorstore.cast, arrays._assemble
+    monkeypatch.setattr(tensorstore, "cast", lambda *args: Watched(cast(*args)))
+    monkeypatch.setattr(arrays, "_assemble", lambda *args: (under_way.pop(), assemble(*args))[1])
+    monkeypatch.setattr(arrays, "_parts", lambda leaf: [((3, 4), (0, 10))])
+    monkeypatch.setattr(arrays, "_IN_FLIGHT", limit)
+    leaves = {name: np.zeros((100, 10), wanted) for name in written}
+    found = arrays.read(tmp_path, arrays.describe(written), leaves)
+    assert most == at_once
+    for name, row in found.items():
+        assert row.tobytes() == written[name][3:4].astype(wanted).tobytes()
+
+
 # ---- a storage that fails says nothing about the checkpoint
 
 
