@@ -81,6 +81,11 @@ class CheckpointReader:
             return step, self._check_all(step)
         return self._newest(strict, self.shelf.numbered, self._check_all)
 
+    def look(self, strict: bool = False) -> int:
+        """The newest step that looks whole: its record and meta.json are intact and all files have
+        their sizes; what is in the others is not read. Raises DataError as `restore` does."""
+        return self._newest(strict, self.shelf.numbered, self._check_meta)[0]
+
     def restore(
         self,
         step: int | None,
@@ -185,6 +190,14 @@ class CheckpointReader:
         folder = self.shelf.fetch(step, self._record(step))
         self._local[step] = folder
         return self._read_meta(step, folder)
+
+    def _check_meta(self, step: int) -> None:
+        record = self._record(step)
+        try:
+            folder = self.shelf.fetch(step, commit.only(record, lambda name: name == META))
+            self._read_meta(step, folder)
+        finally:
+            self._release(step)
 
     def _check_parts(
         self, step: int, template: Any, partial: bool, cast: bool
