@@ -121,8 +121,9 @@ def read(folder: Path, contents: Contents, template: Any, where: str | None = No
 
     Straight through tensorstore: Orbax starts every read at once and, when one fails, closes its
     event loop under the others, each of which then complains on stderr at some later moment
-    (measured with Orbax 0.12). Each device's part is read for itself, at most `_IN_FLIGHT` bytes
-    ahead of the device.
+    (measured with Orbax 0.12). Each device's part is read for itself. What was begun and not
+    yet placed, counted in whole chunks since tensorstore reads those, is at most `_IN_FLIGHT`
+    bytes, or one array.
     """
     import tensorstore as ts
 
@@ -130,22 +131,32 @@ def read(folder: Path, contents: Contents, template: Any, where: str | None = No
     solid = {name: leaf for name, leaf in wanted.items() if math.prod(leaf.shape)}
     context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})  # Orbax's own value
     restored: dict[str, Any] = {}
-    reading: deque[tuple[str, dict[parts.Part, Any]]] = deque()
-    ahead, last = 0, next(reversed(solid), None)
+    reading: deque[tuple[str, int, dict[parts.Part, Any]]] = deque()
+    ahead = 0
+
+    def finish() -> int:
+        name, size, futures = reading.popleft()
+        values = {part: future.result() for part, future in futures.items()}
+        restored[name] = _assemble(solid[name], values)
+        return size
+
     try:
         stores = {name: ts.open(_where(folder, name), open=True, context=context) for name in solid}
         for name, leaf in solid.items():
-            store = ts.cast(stores.pop(name).result(), np.dtype(leaf.dtype).name)
+            stored = stores.pop(name).result()
+            store = ts.cast(stored, np.dtype(leaf.dtype).name)
             if store.shape != tuple(leaf.shape):
                 raise ValueError(f"{name} has shape {store.shape}, meta.json says {leaf.shape}")
             views = {part: store[_slices(part)] for part in _parts(leaf)}
-            ahead += sum(view.size for view in views.values()) * leaf.dtype.itemsize
-            reading.append((name, {part: view.read() for part, view in views.items()}))
-            while reading and (ahead > _IN_FLIGHT or name == last):
-                done, futures = reading.popleft()
-                values = {part: future.result() for part, future in futures.items()}
-                ahead -= sum(value.nbytes for value in values.values())
-                restored[done] = _assemble(solid[done], values)
+            each = max(stored.dtype.numpy_dtype.itemsize, leaf.dtype.itemsize)
+            chunk = stored.chunk_layout.read_chunk.shape or store.shape  # None of a scalar
+            size = each * _elements_read(list(views), chunk)
+            while reading and ahead + size > _IN_FLIGHT:
+                ahead -= finish()
+            ahead += size
+            reading.append((name, size, {part: view.read() for part, view in views.items()}))
+        while reading:
+            finish()
     except (RuntimeError, MemoryError):  # out of memory, not the file's fault
         raise
     except Exception as error:  # tensorstore raises plain Exception
@@ -202,6 +213,16 @@ def _parts(leaf: Any) -> list[parts.Part]:
         return [tuple((0, size) for size in shape)]
     found = _sharding(leaf).addressable_devices_indices_map(shape).values()
     return list(dict.fromkeys(parts.bounds(index, shape) for index in found))
+
+
+def _elements_read(wanted: list[parts.Part], chunk: tuple[int, ...]) -> int:
+    """How many elements the chunks have that some parts of an array touch. Parts of the same
+    chunks share them."""
+    boxes = set()
+    for part in wanted:
+        sides = zip(part, chunk, strict=True)
+        boxes.add(tuple((start // n * n, -(-stop // n) * n) for (start, stop), n in sides))
+    return sum(math.prod(stop - start for start, stop in box) for box in boxes)
 
 
 def _slices(part: parts.Part) -> tuple[slice, ...]:

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from localtrain import arrays, commit, heartbeat, parts, processes, storage, together
-from localtrain.errors import LocaltrainError, StorageError
+from localtrain.errors import DataError, LocaltrainError, StorageError
 from localtrain.restore import META, CheckpointReader, find_checkpoint, restore_params
 
 __all__ = ["CheckpointReader", "Checkpoints", "find_checkpoint", "restore_params"]
@@ -74,7 +74,7 @@ class Checkpoints(CheckpointReader):
         self.wait()
         self._saves += 1
         local = not self.shelf.is_remote  # else the thread looks
-        if local and processes.agree(processes.lead() and self._is_saved(step)):
+        if local and processes.agree(processes.lead() and self._looks_saved(step)):
             return time.monotonic() - began
         leaves = arrays.to_host(state)
         facts = {**meta, "step": step, "versions": versions(), "arrays": arrays.describe(leaves)}
@@ -133,7 +133,7 @@ class Checkpoints(CheckpointReader):
             try:
                 heartbeat.note_saving(step)
                 if processes.count() == 1:
-                    if not (self.shelf.is_remote and self._is_saved(step)):
+                    if not self._is_saved(step):  # by an attempt that failed late, too
                         self._write_alone(token, step, leaves, meta)
                 else:
                     self._write_together(attempt, token, step, leaves, meta)
@@ -152,11 +152,11 @@ class Checkpoints(CheckpointReader):
                 heartbeat.note_saving(None)
 
     def _begin(self, token: str, step: int) -> Path:
+        self._known = self._committed_now()
         self._check_guard()
         if not self._swept:
             self.shelf.sweep()
             self._swept = True
-        self._known = self._committed_now()
         return self.shelf.start(step, token)
 
     def _write_alone(
@@ -190,7 +190,7 @@ class Checkpoints(CheckpointReader):
 
         def begin() -> str | None:
             nonlocal tmp
-            if self.shelf.is_remote and self._is_saved(step):
+            if self._is_saved(step):
                 return None
             tmp = self._begin(token, step)
             return tmp.name
@@ -228,7 +228,19 @@ class Checkpoints(CheckpointReader):
             raise together.Refused(error) from error
 
     def _is_saved(self, step: int) -> bool:
-        return step in self.steps() and step not in self._damaged
+        if step in self._damaged:
+            return False
+        try:
+            self.shelf.record(step)
+        except DataError:
+            return False
+        return True
+
+    def _looks_saved(self, step: int) -> bool:
+        try:
+            return self._is_saved(step)
+        except StorageError:  # the thread looks, too, and tries again
+            return False
 
     def _prune(self, just_saved: int) -> None:
         """Delete all but the newest `keep`; only now, when a newer one is committed."""
@@ -272,9 +284,10 @@ def _storage_error(
     what = "the disk is full" if full else f"{type(error).__name__}: {together.first_line(error)}"
     if isinstance(error, LocaltrainError):
         what = together.first_line(error).rstrip(".")
-    left = f"the checkpoints of steps {committed} are intact" if committed else "none was saved yet"
+    left = f"; the checkpoints of steps {committed} are intact" if committed else ""
+    left = "; none was saved yet" if committed == [] else left  # None: unknown
     todo = "Free some space or lower checkpoint.keep" if full else "Repair the storage"
     return StorageError(
-        f"Saving step {step} to {folder} failed twice: {what}; {left}. {todo}, then start the "
+        f"Saving step {step} to {folder} failed twice: {what}{left}. {todo}, then start the "
         f"same command again to go on."
     )

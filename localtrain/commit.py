@@ -19,7 +19,8 @@ from typing import Any
 
 import google_crc32c
 
-from localtrain.errors import DataError
+from localtrain import storage
+from localtrain.errors import DataError, LocaltrainError
 
 COMMIT = "commit.json"
 FORMAT = 1
@@ -104,8 +105,8 @@ def write_commit(
 def read_commit(folder: str | os.PathLike, sizes: bool = True) -> dict[str, Any]:
     """The record of a committed folder whose files all exist with the recorded size (`sizes`).
 
-    Raises Uncommitted without a commit.json, Damaged naming the file otherwise. Contents are
-    not read: `verify` does that.
+    Raises Uncommitted without a commit.json, Damaged naming the file otherwise, StorageError when
+    the storage does not say. Contents are not read: `verify` does that.
     """
     folder = Path(folder)
     path = folder / COMMIT
@@ -114,7 +115,7 @@ def read_commit(folder: str | os.PathLike, sizes: bool = True) -> dict[str, Any]
     except FileNotFoundError as error:
         raise uncommitted(str(folder)) from error
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise unreadable(str(path), error) from error
     record = decode_commit(raw, str(path))
     for name, entry in record["files"].items() if sizes else ():
         _check_size_here(folder / name, entry["size"])
@@ -140,9 +141,18 @@ def uncommitted(where: str) -> Uncommitted:
     return Uncommitted(f"{where} has no {COMMIT}: it is not a complete checkpoint.")
 
 
-def verify(folder: str | os.PathLike, record: dict[str, Any], where: str | None = None) -> None:
-    """Read every file that the record lists and compare. Raises Damaged naming the file.
+def unreadable(where: str, error: OSError) -> LocaltrainError:
+    """What a failed read says. That there is no such file is damage; that the storage fails or the
+    file may not be read says nothing about the checkpoint: StorageError."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return Damaged(f"{where} cannot be read: {error.strerror or error}.")
+    return storage.storage_error("read", where, error)
 
+
+def verify(folder: str | os.PathLike, record: dict[str, Any], where: str | None = None) -> None:
+    """Read every file that the record lists and compare.
+
+    Raises Damaged naming the file, StorageError when one cannot be read.
     where: what to call the folder, when it is a local copy.
     """
     folder = Path(folder)
@@ -154,7 +164,7 @@ def verify(folder: str | os.PathLike, record: dict[str, Any], where: str | None 
         try:
             size, crc = checksum(path)
         except OSError as error:
-            raise Damaged(f"{shown} cannot be read: {error.strerror or error}.") from error
+            raise unreadable(shown, error) from error
         if (size, crc) != (entry["size"], entry["crc32c"]):
             raise Damaged(
                 f"{shown} is damaged: its crc32c is {crc:08x}, {entry['crc32c']:08x} was recorded "
@@ -182,7 +192,7 @@ def _check_size_here(path: Path, expected: int, shown: str | None = None) -> Non
     except FileNotFoundError:
         size = None
     except OSError as error:
-        raise Damaged(f"{shown} cannot be read: {error.strerror or error}.") from error
+        raise unreadable(shown, error) from error
     check_size(shown, size, expected)
 
 

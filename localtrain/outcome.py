@@ -33,8 +33,8 @@ def ended(home: RunDirectory, steps: int) -> bool:
 
 
 def newest_intact(home: RunDirectory) -> int:
-    """The newest step whose checkpoint is whole; a damaged one is named and trained again."""
-    return home.checkpoints(1).read_meta()[0]
+    """The newest step whose checkpoint looks whole; a damaged one is named and trained again."""
+    return home.checkpoints(1).look()
 
 
 def result_of(home: RunDirectory) -> Result:

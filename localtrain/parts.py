@@ -44,7 +44,7 @@ def to_host(leaf: Any) -> np.ndarray | Split:
         return np.array(leaf, copy=True)
     size = leaf.sharding.shard_shape(leaf.shape)
     parts = {}
-    for shard in leaf.addressable_shards:
+    for shard in leaf.addressable_shards if leaf.size else ():
         if shard.replica_id == 0:
             starts = [start for start, _ in bounds(shard.index, leaf.shape)]
             at = [start // n for start, n in zip(starts, size, strict=True)]

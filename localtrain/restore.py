@@ -81,6 +81,11 @@ class CheckpointReader:
             return step, self._check_all(step)
         return self._newest(strict, self.shelf.numbered, self._check_all)
 
+    def look(self, strict: bool = False) -> int:
+        """The newest step that looks whole: its record and meta.json are intact and all files have
+        their sizes; what is in the others is not read. Raises DataError as `restore` does."""
+        return self._newest(strict, self.shelf.numbered, self._check_meta)[0]
+
     def restore(
         self,
         step: int | None,
@@ -102,11 +107,19 @@ class CheckpointReader:
         """
 
         def check(step: int) -> tuple[Path, dict]:
-            return _in_all(lambda: self._check_parts(step, template, partial, cast))
+            try:
+                return _in_all(lambda: self._check_parts(step, template, partial, cast))
+            except BaseException:
+                self._release(step)
+                raise
 
         if step is None:
             numbered = functools.partial(processes.by_lead, self.shelf.numbered)
-            found, (folder, meta) = self._newest(strict, numbered, check)
+            try:
+                found, (folder, meta) = self._newest(strict, numbered, check)
+            except LocaltrainError as error:
+                processes.in_all(error)  # they all found the same
+                raise
         else:
             found, (folder, meta) = step, check(step)
         where = self.shelf.where(found)
@@ -145,8 +158,8 @@ class CheckpointReader:
                 log.warning("%s Falling back to step %d.", " ".join(problems), candidate)
             return candidate, found
         if problems:
-            raise processes.in_all(_all_damaged(self.folder, problems))
-        raise processes.in_all(DataError(f"There is no checkpoint in {self.folder}."))
+            raise _all_damaged(self.folder, problems)
+        raise DataError(f"There is no checkpoint in {self.folder}.")
 
     def local(self, step: int) -> Path:
         """The local folder with the files of a step, verified: a copy, if they are behind a URL,
@@ -178,6 +191,14 @@ class CheckpointReader:
         self._local[step] = folder
         return self._read_meta(step, folder)
 
+    def _check_meta(self, step: int) -> None:
+        record = self._record(step)
+        try:
+            folder = self.shelf.fetch(step, commit.only(record, lambda name: name == META))
+            self._read_meta(step, folder)
+        finally:
+            self._release(step)
+
     def _check_parts(
         self, step: int, template: Any, partial: bool, cast: bool
     ) -> tuple[Path, dict[str, Any]]:
@@ -206,11 +227,13 @@ class CheckpointReader:
         return self.shelf.fetch(step, rest), meta
 
     def _read_meta(self, step: int, folder: Path) -> dict[str, Any]:
+        shown = storage.join(self.shelf.where(step), META)
         try:
             meta = json.loads((folder / META).read_bytes())
             found = {name: (dtype, tuple(shape)) for name, (dtype, shape) in meta["arrays"].items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            shown = storage.join(self.shelf.where(step), META)
+        except OSError as error:
+            raise commit.unreadable(shown, error) from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise commit.Damaged(f"{shown} is not what localtrain writes.") from error
         return {**meta, "arrays": found}
 

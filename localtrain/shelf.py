@@ -57,11 +57,18 @@ class Shelf:
             return numbers(entry.name for entry in os.scandir(self.folder) if entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise storage.storage_error("list", str(self.folder), error) from error
 
     def holds(self, step: int) -> bool:
         """Whether there is anything of a step."""
         folder = self.folder / str(step)
-        return folder.is_dir() and any(folder.iterdir())
+        try:
+            return folder.is_dir() and any(folder.iterdir())
+        except FileNotFoundError:  # deleted by a writer at this moment
+            return False
+        except OSError as error:
+            raise storage.storage_error("list", str(folder), error) from error
 
     def record(self, step: int, sizes: bool = True) -> dict[str, Any]:
         """The commit record; Uncommitted or Damaged when it cannot be believed.

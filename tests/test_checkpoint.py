@@ -1,6 +1,7 @@
 """Checkpoints survive kills, full disks and flipped bits, and come back bit for bit."""
 
 import errno
+import io
 import json
 import logging
 import os
@@ -229,6 +230,14 @@ def test_a_mismatch_is_not_damage_and_does_not_fall_back(saved, caplog):
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+def test_only_what_all_processes_find_together_is_marked_as_known_to_all(tmp_path):
+    with pytest.raises(DataError, match="no checkpoint") as together:
+        Checkpoints(tmp_path).restore(None, template(make_state()))
+    with pytest.raises(DataError, match="no checkpoint") as alone:
+        Checkpoints(tmp_path).read_meta()
+    assert together.value.in_all and not hasattr(alone.value, "in_all")
+
+
 OTHER_DEVICES = """
 import os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
@@ -419,6 +428,141 @@ def test_random_bytes_in_the_record_never_crash_a_reader(saved):
                 saved.read_meta(3)
 
 
+@pytest.mark.parametrize("limit, at_once", [(1, 1), (4000, 1), (8000, 2), (1 << 30, 4)])
+@pytest.mark.parametrize("wanted", [np.float32, jnp.bfloat16])
+def test_what_is_read_ahead_is_counted_in_whole_chunks(
+    tmp_path, monkeypatch, limit, at_once, wanted
+):
+    """A process that needs one row of each array still reads the chunks of 4000 bytes it is in."""
+    import tensorstore
+
+    written = {name: np.random.default_rng(0).random((100, 10), np.float32) for name in "abcd"}
+    arrays.write(tmp_path, written)
+    under_way, most = [], 0
+
+    class Watched:
+        def __init__(self, store):
+            self.store, self.shape, self.size = store, store.shape, store.size
+
+        def __getitem__(self, index):
+            return Watched(self.store[index])
+
+        def read(self):
+            nonlocal most
+            under_way.append(self)
+            most = max(most, len(under_way))
+            return self.store.read()
+
+    cast, assemble = tensorstore.cast, arrays._assemble
+    monkeypatch.setattr(tensorstore, "cast", lambda *args: Watched(cast(*args)))
+    monkeypatch.setattr(arrays, "_assemble", lambda *args: (under_way.pop(), assemble(*args))[1])
+    monkeypatch.setattr(arrays, "_parts", lambda leaf: [((3, 4), (0, 10))])
+    monkeypatch.setattr(arrays, "_IN_FLIGHT", limit)
+    leaves = {name: np.zeros((100, 10), wanted) for name in written}
+    found = arrays.read(tmp_path, arrays.describe(written), leaves)
+    assert most == at_once
+    for name, row in found.items():
+        assert row.tobytes() == written[name][3:4].astype(wanted).tobytes()
+
+
+# ---- a storage that fails says nothing about the checkpoint
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """Let every opening, or every look, at some files fail with an error number."""
+    opens, looks, scans = io.open, os.stat, os.scandir
+
+    def failing(call, chosen, code):
+        def fails(path, *args, **kwargs):
+            if not isinstance(path, int) and chosen(str(path)):
+                raise OSError(code, os.strerror(code), str(path))
+            return call(path, *args, **kwargs)
+
+        return fails
+
+    def refuse(call, chosen, code):
+        if call == "open":
+            monkeypatch.setattr(io, "open", failing(opens, chosen, code))
+            monkeypatch.setattr("builtins.open", failing(opens, chosen, code))
+        elif call == "stat":
+            monkeypatch.setattr(os, "stat", failing(looks, chosen, code))
+        else:
+            monkeypatch.setattr(os, "scandir", failing(scans, chosen, code))
+
+    return refuse
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        ("open", "commit.json"),
+        ("open", "meta.json"),
+        ("open", "params.embed/0.0"),
+        ("stat", "params.embed/0.0"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_a_storage_error_and_not_damage(
+    saved, refuse, monkeypatch, call, name, code
+):
+    path, before = str(saved.folder / "3" / name), sorted(os.listdir(saved.folder))
+    refuse(call, lambda at: at == path, code)
+    writer = Checkpoints(saved.folder)
+    told = re.escape(f"could not read {path}: {os.strerror(code)}")
+    for read in (writer.read_meta, lambda: writer.restore(None, template(make_state()))):
+        with pytest.raises(StorageError, match=told) as error:
+            read()
+        assert error.value.exit_code == 6
+    monkeypatch.undo()
+    writer.save(3, make_state(3), META, block=True)  # it is there
+    assert sorted(os.listdir(saved.folder)) == before
+    assert writer.restore(None, template(make_state()))[1]["step"] == 3
+
+
+def test_meta_that_cannot_be_read_after_its_check_is_a_storage_error(saved, refuse):
+    path, opened = str(saved.folder / "3" / "meta.json"), []
+
+    def second(at):
+        opened.extend([at] if at == path else [])
+        return at == path and len(opened) == 2
+
+    refuse("open", second, errno.EIO)
+    with pytest.raises(StorageError, match=r"could not read .*3/meta\.json: Input/output error"):
+        saved.read_meta()
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
+def test_a_folder_that_cannot_be_listed_is_a_storage_error(saved, refuse, code):
+    refuse("scandir", lambda at: at == str(saved.folder), code)
+    told = re.escape(f"could not list {saved.folder}: {os.strerror(code)}")
+    for read in (saved.steps, saved.latest, saved.read_meta):
+        with pytest.raises(StorageError, match=told):
+            read()
+
+
+def test_a_step_that_cannot_be_listed_is_a_storage_error(tmp_path, monkeypatch):
+    (tmp_path / "3").mkdir()
+
+    def fail(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(checkpoint.Path, "iterdir", fail)
+    with pytest.raises(StorageError, match=r"could not list .*3: Stale"):
+        Checkpoints(tmp_path).latest()
+
+
+@pytest.mark.parametrize("name", ["commit.json", "meta.json", "params.embed/0.0"])
+def test_a_folder_in_the_place_of_a_file_is_damage(saved, name):
+    path = saved.folder / "3" / name
+    path.unlink()
+    path.mkdir()
+    reader = Checkpoints(saved.folder)
+    assert reader.restore(None, template(make_state()))[1]["step"] == 2
+    with pytest.raises(DataError, match=re.escape(str(path))):
+        reader.read_meta(3)
+
+
 # ---- leftovers and strangers
 
 
@@ -498,6 +642,41 @@ def test_a_lasting_failure_is_loud_and_leaves_the_previous_ones(saved, monkeypat
     monkeypatch.undo()
     assert sorted(os.listdir(saved.folder)) == ["1", "2", "3"]
     assert_same_bits(writer.restore(None, template(make_state()))[0], make_state(3))
+
+
+def test_a_failure_after_the_commit_leaves_what_was_committed(saved, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_RETRY_AFTER_S", 0.01)
+    rename = checkpoint.Path.rename
+
+    def late(path, target):
+        rename(path, target)  # done, but its answer was lost
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint.Path, "rename", late)
+    writer = Checkpoints(saved.folder, keep=0)
+    writer.save(5, make_state(5), META, block=True)
+    assert sorted(os.listdir(saved.folder)) == ["1", "2", "3", "5"]
+    assert_same_bits(writer.restore(None, template(make_state()))[0], make_state(5))
+
+
+def test_a_failure_says_of_earlier_checkpoints_only_what_is_known(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_RETRY_AFTER_S", 0.01)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def told(folder):
+        writer = Checkpoints(folder)
+        with pytest.raises(StorageError, match="step 4") as error:
+            writer.save(4, make_state(4), META, block=True)
+        return str(error.value)
+
+    monkeypatch.setattr(shelf.Shelf, "sweep", fail)
+    assert "the checkpoints of steps [1, 2, 3] are intact" in told(saved.folder)
+    assert "none was saved yet" in told(tmp_path / "new")
+    monkeypatch.setattr(os, "scandir", fail)
+    unknown = told(saved.folder)
+    assert "intact" not in unknown and "none was saved" not in unknown
 
 
 def test_a_failed_deletion_of_an_old_one_does_not_fail_the_save(saved, monkeypatch, caplog):

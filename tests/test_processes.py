@@ -257,6 +257,7 @@ if count > 1:
     processes.join(address, count, index)
 mesh = jax.make_mesh((count,), ("x",))
 places = {"rows": P("x"), "columns": P(None, "x"), "narrow": P("x"), "all": P(), "step": P()}
+places["no"] = P("x")
 random = np.random.default_rng(0)
 values = {
     "rows": random.normal(size=(8, 3)).astype(np.float32),
@@ -264,6 +265,7 @@ values = {
     "narrow": random.normal(size=(4, 5)).astype(jnp.bfloat16),
     "all": random.normal(size=(7,)).astype(np.float32),
     "step": np.int32(5),
+    "no": np.zeros((0, 3), np.float32),
 }
 def place(name):
     value, at = np.asarray(values[name]), NamedSharding(mesh, places[name])

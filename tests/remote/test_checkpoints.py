@@ -311,6 +311,32 @@ def test_a_full_local_disk_on_the_way_is_said_and_nothing_is_lost(small_disk, mo
         Checkpoints(big.folder).restore(None, {"x": jnp.ones(1_000_000)})
 
 
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_copy_is_removed_when_it_does_not_fit(tmp_path, step):
+    folder = f"memory://{uuid.uuid4().hex}"
+    Checkpoints(folder).save(1, state(1), {}, block=True)
+    reader = Checkpoints(folder)
+    with pytest.raises(DataError, match="does not fit"):
+        reader.restore(step, {"x": jnp.ones(3)})
+    assert os.listdir(tmp_path / "cache" / "localtrain" / "stage") == []
+
+
+def test_a_look_at_the_newest_fetches_meta_alone_and_misses_no_file(tmp_path, monkeypatch, caplog):
+    folder, fetched = f"memory://{uuid.uuid4().hex}", []
+    writer = Checkpoints(folder)
+    for step in (1, 2):
+        writer.save(step, state(step), {}, block=True)
+    download = storage.download_all
+    monkeypatch.setattr(storage, "download_all", lambda all: (fetched.extend(all), download(all)))
+    assert Checkpoints(folder).look() == 2
+    assert [name.rsplit("/", 1)[1] for name in fetched] == ["meta.json"]
+    assert os.listdir(tmp_path / "cache" / "localtrain" / "stage") == []
+    victim = next(name for name in storage.find_below(f"{folder}/2") if "params.w/0" in name)
+    storage.remove_all([f"{folder}/2/{victim}"])
+    assert Checkpoints(folder).look() == 1
+    assert victim in caplog.text and "Falling back to step 1" in caplog.text
+
+
 def test_what_a_killed_process_left_on_the_disk_is_removed_by_the_next(tmp_path):
     code = (
         "import os, signal; from localtrain.stage import Stage; s = Stage(); "
