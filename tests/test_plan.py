@@ -172,8 +172,7 @@ def test_a_suggestion_that_rounds_says_so_above_its_lines(tiny):
     place = dataclasses.replace(place, available=tight)
     first = dataclasses.replace(first, fits=False)
     told = []
-    network = network_of(run, place)
-    said, _ = tune.search(run, find_start(run, None), network, place, first, 600, told.append)
+    said, _ = tune.search(run, find_start(run, None), place, first, 600, told.append)
     assert said is not None, told
     assert said.startswith("# not the same training: optim.state_dtype round")
     assert yaml.safe_load(said)["optim"] == {"state_dtype": "bfloat16"}

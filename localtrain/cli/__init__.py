@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from typing import NoReturn
 
 import click
 
@@ -71,18 +72,14 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(run(sys.argv[1:], own=True))
 
 
-def _leave(*_: object) -> None:
+def _leave(*_: object) -> NoReturn:
+    """End without Python's tidying up: under a compile that still runs, that crashes."""
     with contextlib.suppress(RuntimeError):  # in the middle of another line
         _report(STOPPED, Stopped.exit_code)
-    _quit(Stopped.exit_code)
-
-
-def _quit(code: int) -> None:
-    """End without Python's tidying up: under a compile that still runs, that crashes."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, RuntimeError):
             stream.flush()
-    os._exit(code)
+    os._exit(Stopped.exit_code)
 
 
 def run(arguments: list[str], own: bool = False) -> int:
@@ -109,8 +106,7 @@ def run(arguments: list[str], own: bool = False) -> int:
     except click.ClickException as error:
         return _report(_usage(error), 2, debug)
     except (KeyboardInterrupt, click.Abort):
-        code = _report(STOPPED, Stopped.exit_code)
-        return _quit(code) if own else code
+        return _interrupted(own)
     except BrokenPipeError:  # `localtrain models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -122,9 +118,13 @@ def run(arguments: list[str], own: bool = False) -> int:
         return _report("the output could not be written: the disk is full", StorageError.exit_code)
     except Exception as error:
         if _is_interrupt(error):
-            return _report(STOPPED, Stopped.exit_code)
+            return _interrupted(own)
         traceback.print_exc()
         return _report(BUG, 1)
+
+
+def _interrupted(own: bool) -> int:
+    return _leave() if own else _report(STOPPED, Stopped.exit_code)
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

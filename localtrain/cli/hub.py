@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,8 +33,8 @@ def import_(hf_dir: str, out: str, as_json: bool) -> None:
     from localtrain.convert import import_hub
     from localtrain.progress import show_stages
 
-    _tidy_when_stopped()
-    report = import_hub(hf_dir, out, show_stages())
+    with _tidy_when_stopped():
+        report = import_hub(hf_dir, out, show_stages())
     if as_json:
         return print_json(report.to_dict())
     _print(report)
@@ -59,8 +61,8 @@ def export(source: str, out: str, check: bool, dtype: str | None, as_json: bool)
     from localtrain.convert import export_hub
     from localtrain.progress import show_stages
 
-    _tidy_when_stopped()
-    report = export_hub(source, out, dtype=dtype, check=check, progress=show_stages())
+    with _tidy_when_stopped():
+        report = export_hub(source, out, dtype=dtype, check=check, progress=show_stages())
     if as_json:
         return print_json(report.to_dict())
     _print(report)
@@ -77,19 +79,28 @@ def _prepare() -> None:
     backend.prepare_environment(None, None)
 
 
-def _tidy_when_stopped() -> None:
-    """From here on a signal is an exception, so that what was begun is removed."""
+@contextlib.contextmanager
+def _tidy_when_stopped() -> Iterator[None]:
+    """Meanwhile a signal is an exception, so that what was begun is removed."""
     import jax  # noqa: F401 - its import would make another error of the exception
 
     def again(given: Any) -> None:  # it came in a callback, where Python cannot raise it
         if issubclass(given.exc_type, KeyboardInterrupt):
             threading.Timer(0.01, _thread.interrupt_main).start()
         else:
-            sys.__unraisablehook__(given)
+            hook(given)
 
-    sys.unraisablehook = again
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    hook, sys.unraisablehook = sys.unraisablehook, again
+    before = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def _print(report: Report) -> None:

@@ -107,14 +107,9 @@ def plan(
         found = compile_for(run, start, place)
         if found.fits and not tune:
             return found
-        from localtrain.plan.tune import beyond, search
+        from localtrain.plan.tune import search
 
-        network = make_network(run, start.hf, start.name, place.backend)
-        if not found.fits and (advice := beyond(run, place, network)):
-            return dataclasses.replace(found, advice=advice)
-        if minutes <= 0:
-            return found
-        suggestion, advice = search(run, start, network, place, found, minutes * 60, progress)
+        suggestion, advice = search(run, start, place, found, minutes * 60, progress)
     return dataclasses.replace(found, suggestion=suggestion, advice=advice)
 
 
@@ -198,7 +193,7 @@ def _work(
         kind = place.devices[0].device_kind
         fields["how"] = f"not estimated: no figures of {kind} are known, so neither is its MFU"
         return fields
-    time_s = cost.step_time(program, flops, moved, facts, place.slices)
+    time_s = cost.step_time(flops, moved, sent, facts)
     model = network.spec.model_flops_per_token(run.data.seq_len) * tokens
     return fields | {
         "step_time_s": time_s.total_s,

@@ -59,11 +59,9 @@ def kernel_flops(program: hlo.Program, keys: float) -> float:
     return total
 
 
-def step_time(
-    program: hlo.Program, flops: float, moved: int, facts: Facts, slices: int
-) -> StepTime:
-    """The estimate for a program of so many FLOPs and bytes to and from memory on one device."""
-    link, network = wire_bytes(program.collectives(), slices)
+def step_time(flops: float, moved: int, sent: tuple[float, float], facts: Facts) -> StepTime:
+    """The estimate for so many FLOPs, bytes to and from memory, and `wire_bytes` of one device."""
+    link, network = sent
     how = [
         f"the longer of {flops / 1e12:.3g} TFLOP at {facts.peak_flops / 1e12:.4g} TFLOP/s and "
         f"{moved / 1e9:.3g} GB at {facts.memory_bandwidth / 1e9:.4g} GB/s"

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from localtrain import sharding
 from localtrain.config import RunConfig
 from localtrain.errors import ConfigError
-from localtrain.job import run_mesh
+from localtrain.job import make_network, run_mesh
 from localtrain.nn.decoder import Network
 from localtrain.plan.place import Place
 
@@ -58,7 +57,6 @@ class Setting:
 def search(
     run: RunConfig,
     start: Any,
-    network: Network,
     place: Place,
     first: Plan,
     seconds: float,
@@ -73,6 +71,7 @@ def search(
     end = time.monotonic() + seconds
     now = current(run)
     learned: dict[str, float] = {}
+    network = make_network(run, start.hf, start.name, place.backend)
     part = held(network, run_mesh(run, place.devices))
     as_it_is = setting_of(run, place, network, part, now)
     _learn(learned, as_it_is, first)
@@ -81,6 +80,10 @@ def search(
         progress("the speed of this device is not known, so no other setting is known to be faster")
         return None, advice
     waiting = list(settings(run, place, network))
+    if best is None and min(setting.state for setting in waiting) > place.available:
+        return None, _beyond(run, place, network, waiting)
+    if seconds <= 0:
+        return None, advice
     progress(
         f"looking for the fastest setting that fits: {len(waiting)} settings, at most "
         f"{seconds / 60:g} min"
@@ -118,11 +121,9 @@ def search(
     return _warning(chosen) + as_lines(new), advice
 
 
-def beyond(run: RunConfig, place: Place, network: Network) -> list[str]:
-    """What is left to do where the state alone keeps every setting from fitting; else nothing."""
-    least = min(setting.state for setting in settings(run, place, network))
-    if least <= place.available:
-        return []
+def _beyond(run: RunConfig, place: Place, network: Network, waiting: list[Setting]) -> list[str]:
+    """What is left to do where the state alone keeps every setting from fitting."""
+    least = min(setting.state for setting in waiting)
     each = 2 if run.optim.name == "sgd" else 6  # in bfloat16: the parameter, two moments
     dim = network.spec.dim
     for ways in (n for n in range(2, dim + 1) if dim % n == 0):
@@ -144,12 +145,8 @@ def beyond(run: RunConfig, place: Place, network: Network) -> list[str]:
 
 def held(network: Network, mesh: Any) -> int:
     """Values of the parameters that one device of a mesh has."""
-    places = sharding.param_specs(mesh, network.shapes, network.axes)
-
-    def part(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-        names = [n for split in spec for n in ((split,) if isinstance(split, str) else split or ())]
-        return math.prod(shape.shape) // math.prod(mesh.shape[name] for name in names)
-
+    places = sharding.param_shardings(mesh, network.shapes, network.axes)
+    part = lambda whole, place: math.prod(place.shard_shape(whole.shape))  # noqa: E731
     return sum(jax.tree.leaves(jax.tree.map(part, network.shapes, places)))
 
 
