@@ -115,7 +115,10 @@ def search(
             progress("none of them fits")
             untried = [tip for tip in first.advice if not tip.startswith(tuple(now))]
             advice = ["more devices", *untried]
-    if best is None or chosen.changes == now:
+    if best is None:
+        return None, advice
+    if chosen.changes == now:
+        progress("none of them is faster than the run as it is")
         return None, advice
     new = {key: value for key, value in chosen.changes.items() if value != now[key]}
     return _warning(chosen) + as_lines(new), advice
